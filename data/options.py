@@ -1,0 +1,431 @@
+"""Options as dataclass fields: `--name=value`, help and exit codes. Standard library only.
+
+A section is a dataclass; its fields are the options, `name: Annotated[type, "one line"] = default`.
+A section called "" has no prefix, so its options are typed by their own name alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import math
+import os
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+UNWRITABLE = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM")
+
+Section = TypeVar("Section")
+
+
+class ConfigError(ValueError):
+    """A user's mistake, in plain words: the name, the value, what is allowed, what to do."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of one section."""
+
+    section: str
+    name: str
+    annotation: Any
+    help: str
+    default: Any
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.section}.{self.name}" if self.section else self.name
+
+    @property
+    def repeats(self) -> bool:
+        return get_origin(self.annotation) is tuple
+
+
+@dataclass
+class Arguments:
+    """What a command line said: section -> name -> value, the rest in order, and what is wrong."""
+
+    values: dict[str, dict[str, Any]]
+    positionals: list[str]
+    problems: list[str]
+
+
+def options_of(sections: Mapping[str, type]) -> list[Option]:
+    """Every option of these sections, in the order of the fields."""
+    found = []
+    for section, cls in sections.items():
+        hints = get_type_hints(cls, include_extras=True)
+        for field in fields(cls):
+            annotation, text = _without_help(hints[field.name])
+            default = field.default if field.default is not MISSING else None
+            if field.default_factory is not MISSING:
+                default = field.default_factory()
+            found.append(Option(section, field.name, annotation, text, default))
+    return found
+
+
+def _without_help(annotation: Any) -> tuple[Any, str]:
+    if get_origin(annotation) is Annotated:
+        inner, *notes = get_args(annotation)
+        return inner, " ".join(note for note in notes if isinstance(note, str))
+    return annotation, ""
+
+
+# Values
+
+
+def parse_value(annotation: Any, text: str, name: str) -> Any:
+    """`text`, as typed, as a value of `annotation`; `tuple[X, ...]` gives a tuple of one.
+
+    Raises ValueError that says the name, the text and what is allowed.
+    """
+    annotation, _ = _without_help(annotation)
+    try:
+        return _parse(annotation, text)
+    except ValueError:
+        expected = describe_type(annotation)
+        raise ValueError(f"{name}={text!r}: expected {expected}") from None
+
+
+def _parse(annotation: Any, text: str) -> Any:
+    members = get_args(annotation)
+    if annotation is str:
+        return text
+    if annotation is bool:
+        return _choose(BOOLS, text.strip().lower())
+    if annotation is int:
+        return _parse_int(text)
+    if annotation is float:
+        return _finite(float(text))
+    if get_origin(annotation) is Literal:
+        return _choose({str(choice): choice for choice in members}, text)
+    if get_origin(annotation) is tuple:
+        return (_parse(members[0], text),)
+    if _is_union(annotation):
+        return _parse_union(members, text)
+    raise TypeError(f"options cannot be of type {annotation}")
+
+
+def _parse_union(members: tuple[Any, ...], text: str) -> Any:
+    # Literals first: in `int | None | Literal["auto"]` the word auto is a value of its own.
+    for member in sorted(members, key=lambda member: get_origin(member) is not Literal):
+        if member is type(None):
+            if str not in members and text.strip().lower() in ("none", "auto"):
+                return None
+            continue
+        try:
+            return _parse(member, text)
+        except ValueError:
+            continue
+    raise ValueError(text)
+
+
+def _parse_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)  # 1e3 is a whole number too
+        if number.is_integer() and abs(number) < 2**53:
+            return int(number)
+        raise
+
+
+def _finite(number: float) -> float:
+    if not math.isfinite(number):
+        raise ValueError(number)
+    return number
+
+
+def _choose(choices: Mapping[str, Any], text: str) -> Any:
+    if text not in choices:
+        raise ValueError(text)
+    return choices[text]
+
+
+def conform(annotation: Any, value: Any, name: str) -> Any:
+    """`value`, from a config file or JSON, as the annotation's type: 1 becomes 1.0, a list a tuple.
+
+    Raises ValueError that says the name, the value and what is allowed.
+    """
+    annotation, _ = _without_help(annotation)
+    try:
+        return _conform(annotation, value)
+    except (ValueError, OverflowError):
+        expected = describe_type(annotation)
+        raise ValueError(f"{name}={value!r}: expected {expected}") from None
+
+
+def _conform(annotation: Any, value: Any) -> Any:
+    members = get_args(annotation)
+    if _is_union(annotation):
+        for member in members:
+            try:
+                return _conform(member, value)
+            except ValueError:
+                continue
+    elif get_origin(annotation) is Literal:
+        if any(value == choice and type(value) is type(choice) for choice in members):
+            return value
+    elif get_origin(annotation) is tuple:
+        if isinstance(value, (list, tuple)):
+            return tuple(_conform(members[0], item) for item in value)
+    elif annotation is float and type(value) in (int, float):
+        return _finite(float(value))
+    elif type(value) is annotation:
+        return value
+    raise ValueError(value)
+
+
+def _is_union(annotation: Any) -> bool:
+    # `int | None` and `Union[int, None]` have different origins before Python 3.14.
+    origin = get_origin(annotation)
+    return origin is Union or getattr(origin, "__name__", "") == "UnionType"
+
+
+def describe_type(annotation: Any) -> str:
+    """What may be typed, in words: for error messages."""
+    names = {
+        int: "a whole number (1000, 1_000, 1e3)",
+        float: "a finite number (0.1, 3e-4, 1)",
+        bool: "true or false",
+        str: "text",
+        type(None): "none",
+    }
+    if _is_union(annotation):
+        return " or ".join(describe_type(member) for member in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        return " or ".join(str(choice) for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return describe_type(get_args(annotation)[0])
+    return names[annotation]
+
+
+# The command line
+
+
+def parse_arguments(
+    argv: Sequence[str],
+    sections: Mapping[str, type],
+    *,
+    positionals: Sequence[str] = (),
+    hints: Mapping[str, str] | None = None,
+) -> Arguments:
+    """Read `--section.name=value`, `--name=value`, `--name value` and `--flag`; the rest in order.
+
+    `positionals` names the rest: "RUN" is needed, "[RUN]" may be left out, "RUN..." is one or more.
+    `hints` maps names that people type to the option that is meant, for suggestions only.
+    Nothing is raised: every mistake is a line in `problems`, for the caller to raise at once.
+    """
+    options = options_of(sections)
+    known = {option.name: option for option in options}
+    known |= {option.full_name: option for option in options}
+    found = Arguments({section: {} for section in sections}, [], [])
+    tokens = deque(argv)
+    while tokens:
+        token = tokens.popleft()
+        if not _is_option(token):
+            found.positionals.append(token)
+            continue
+        name, has_value, text = token.removeprefix("--").partition("=")
+        option = known.get(name) if token.startswith("--") else None
+        meant = option or known.get(nearest(name, known, hints) or "")
+        if not has_value and meant is not None:
+            text = _take_value(meant, tokens)
+        if option is None:
+            found.problems.append(_unknown(token.partition("=")[0], meant))
+        else:
+            _record(found, option, text)
+    found.problems += _positional_problems(found.positionals, positionals)
+    return found
+
+
+def _is_option(token: str) -> bool:
+    # "-5", "-" and "- item" are values; "--" and whatever has a letter after its dashes is not.
+    return token.startswith("--") or re.match(r"-[A-Za-z_]", token) is not None
+
+
+def _take_value(option: Option, tokens: deque[str]) -> str | None:
+    """The value of `--name value`; "true" for a flag that stands alone; None if it is missing."""
+    if option.annotation is bool:
+        return tokens.popleft() if tokens and tokens[0].lower() in BOOLS else "true"
+    return tokens.popleft() if tokens and not _is_option(tokens[0]) else None
+
+
+def _record(found: Arguments, option: Option, text: str | None) -> None:
+    name = option.full_name
+    if text is None:
+        found.problems.append(f"--{name} needs a value: --{name}=VALUE")
+        return
+    try:
+        value = parse_value(option.annotation, text, name)
+    except ValueError as error:
+        found.problems.append(str(error))
+        return
+    section = found.values[option.section]
+    if option.repeats:
+        value = section.get(option.name, ()) + value
+    elif section.get(option.name, value) != value:
+        found.problems.append(f"--{name} is given twice, with different values: keep one")
+    section[option.name] = value
+
+
+def nearest(
+    name: str, known: Mapping[str, Option], hints: Mapping[str, str] | None = None
+) -> str | None:
+    """The option that `name` most probably means, by its full name; None if nothing is close."""
+    hints = hints or {}
+    leaf = name.rpartition(".")[2].replace("-", "_")
+    if leaf in known:
+        return known[leaf].full_name
+    close = difflib.get_close_matches(leaf, [*known, *hints], n=1)
+    if not close:
+        return None
+    return known[hints.get(close[0], close[0])].full_name
+
+
+def _unknown(typed: str, meant: Option | None) -> str:
+    advice = f"did you mean --{meant.full_name}?" if meant else "--help lists them all"
+    return f"{typed} is not an option: {advice}"
+
+
+def _positional_problems(given: Sequence[str], names: Sequence[str]) -> list[str]:
+    needed = [name for name in names if not name.startswith("[")]
+    problems = [f"{name} is missing" for name in needed[len(given) :]]
+    if not any(name.rstrip("]").endswith("...") for name in names):
+        problems += [f"unexpected argument {extra!r}" for extra in given[len(names) :]]
+    return problems
+
+
+def parse_options(
+    argv: Sequence[str],
+    section: type[Section],
+    *,
+    usage: str,
+    positionals: Sequence[str] = (),
+) -> tuple[Section, list[str]]:
+    """A script's options and positional arguments; prints the help and exits 0 for `--help`.
+
+    Raises ConfigError with every mistake at once, those of `section.problems()` included.
+    """
+    parsed, rest = parse_sections(argv, {"": section}, usage=usage, positionals=positionals)
+    return parsed[""], rest
+
+
+def parse_sections(
+    argv: Sequence[str],
+    sections: Mapping[str, type],
+    *,
+    usage: str,
+    positionals: Sequence[str] = (),
+) -> tuple[dict[str, Any], list[str]]:
+    """As `parse_options`, for several sections: {section: instance} and positional arguments."""
+    exit_for_help(argv, usage, sections)
+    found = parse_arguments(argv, sections, positionals=positionals)
+    parsed = {name: cls(**found.values[name]) for name, cls in sections.items()}
+    problems = list(found.problems)
+    for instance in parsed.values():
+        problems += instance.problems() if hasattr(instance, "problems") else []
+    if problems:
+        raise ConfigError([*problems, f"usage: {usage}"])
+    return parsed, found.positionals
+
+
+# Help
+
+
+def exit_for_help(argv: Sequence[str], usage: str, sections: Mapping[str, type]) -> None:
+    """Print the help and exit 0 if it is asked for, whatever else was typed."""
+    if "--help" in argv or "-h" in argv:
+        print(help_text(usage, sections))
+        raise SystemExit(0)
+
+
+def help_text(usage: str, sections: Mapping[str, type]) -> str:
+    """Every option by section: how it is typed, one line about it, its default."""
+    lines = [f"usage: {usage}"]
+    section = None
+    for option in options_of(sections):
+        if option.section != section:
+            section = option.section
+            lines += ["", f"{section or 'options'}:"]
+        typed = f"  --{option.name}={placeholder(option.annotation)}"
+        if len(typed) > 38:
+            lines.append(typed)
+            typed = ""
+        lines.append(f"{typed:38}  {option.help} [{default_text(option)}]")
+    return "\n".join(lines)
+
+
+def placeholder(annotation: Any) -> str:
+    """What may be typed after `=`, in short: for help and tables."""
+    names = {int: "INT", float: "NUMBER", bool: "true|false", str: "TEXT", type(None): "none"}
+    if _is_union(annotation):
+        return "|".join(placeholder(member) for member in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        return "|".join(str(choice) for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return placeholder(get_args(annotation)[0]) + " (repeatable)"
+    return names[annotation]
+
+
+def default_text(option: Option) -> str:
+    """The default as it would be typed; "" stands for itself."""
+    default = option.default
+    if isinstance(default, bool) or default is None:
+        return str(default).lower()
+    if isinstance(default, tuple):
+        return " ".join(map(str, default)) or "none"
+    return f"{default:g}" if isinstance(default, float) else str(default) or '""'
+
+
+# Exit codes
+
+
+def run_command(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Run `main` on the command line and exit: 0, or the code that its error carries.
+
+    An error with an `exit_code` becomes "error: ..." lines on stderr, a disk that is full or not
+    ours to write becomes 5, Ctrl-C 130. Anything else is a bug of ours and keeps its traceback.
+    """
+    try:
+        code = main(sys.argv[1:]) or 0
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # the reader (`| head`) has gone: nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    except Exception as error:
+        code = exit_code_of(error)
+        if code == 1:
+            raise
+        for line in getattr(error, "problems", None) or [str(error)]:
+            print(f"error: {line}", file=sys.stderr)
+    sys.exit(code)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The process's exit code for an error; 1 for one that nobody foresaw."""
+    if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in UNWRITABLE:
+        return 5
+    return getattr(error, "exit_code", 1)
