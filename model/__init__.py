@@ -1,0 +1,1 @@
+"""The network: a decoder-only transformer in plain PyTorch. Start reading in gpt.py."""

@@ -1,0 +1,200 @@
+"""Scaled dot-product attention, three times, and the layer around it.
+
+    Attention(Q, K, V) = softmax(Q K^T / sqrt(D)) V          Vaswani et al. 2017, eq. 1
+
+`reference` is that formula; `tiled` computes it without ever holding the (T, S) scores, the way
+FlashAttention does; `sdpa` is PyTorch's fused kernel. All take
+
+    q (B, H, T, D), k and v (B, H_kv, S, D)  ->  (B, H, T, D), weights (B, H, T, S) or None
+
+where H is a multiple of H_kv: each key/value head serves H / H_kv query heads (grouped-query
+attention, Ainslie et al. 2023). The T queries are the last T of S positions: query t stands at
+position S - T + t and, when causal, sees keys up to its own position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.cache import KVCache
+from model.config import ModelConfig
+from model.layers import RMSNorm
+from model.rope import apply_rope
+
+Rotation = tuple[Tensor, Tensor] | None
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def future_mask(T: int, S: int, device: torch.device | None = None) -> Tensor:
+    """The causal mask, (T, S) bool: True where key s lies in the future of query t.
+
+    That is where s > S - T + t; for T = S, the triangle above the diagonal.
+    """
+    return torch.ones(T, S, dtype=torch.bool, device=device).triu(S - T + 1)
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    dropout_p: float = 0.0,
+    return_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as the textbook has it; the others are held to this one.
+
+    Scores are divided by sqrt(D) because a dot product of D unit-variance terms has variance D;
+    undivided, softmax would saturate and its gradient vanish as heads get wider.
+    """
+    T, S, D = _check(q, k, v, causal)
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # (B, H, T, S)
+    if causal:
+        scores = scores.masked_fill(future_mask(T, S, q.device), -math.inf)
+    weights = torch.softmax(scores, dim=-1)  # each row sums to 1
+    out = F.dropout(weights, dropout_p) @ v  # (B, H, T, D)
+    return out, weights if return_weights else None
+
+
+def tiled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    dropout_p: float = 0.0,
+    return_weights: bool = False,
+    tile: int = 64,
+) -> tuple[Tensor, None]:
+    """The same in O(tile^2) memory per head: FlashAttention's online softmax (Dao et al. 2022).
+
+    softmax needs the largest score and the sum of exponentials of a whole row. Both can be kept up
+    while key tiles come in one by one: when a larger score appears, what was summed so far is
+    rescaled by exp(old maximum - new maximum).
+
+    Raises ValueError for return_weights: the weights never exist as a whole.
+    """
+    T, S, D = _check(q, k, v, causal)
+    if return_weights:
+        raise ValueError("tiled attention never holds the weights; use the reference backend")
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    rows = []
+    for top in range(0, T, tile):
+        q_tile = q[:, :, top : top + tile]  # (B, H, t, D)
+        position = S - T + top + torch.arange(q_tile.shape[2], device=q.device)  # (t,)
+        largest = q_tile.new_full((*q_tile.shape[:3], 1), -math.inf)  # (B, H, t, 1)
+        total = torch.zeros_like(largest)
+        out = torch.zeros_like(q_tile)
+        visible = S - T + top + q_tile.shape[2] if causal else S  # later keys are all future
+        for left in range(0, visible, tile):
+            k_tile, v_tile = k[:, :, left : left + tile], v[:, :, left : left + tile]
+            scores = q_tile @ k_tile.transpose(-2, -1) / math.sqrt(D)  # (B, H, t, s)
+            if causal:
+                key = left + torch.arange(k_tile.shape[2], device=q.device)  # (s,)
+                scores = scores.masked_fill(key > position[:, None], -math.inf)
+            # Key 0 is in every row's past, so after the first tile the maximum is finite.
+            new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            rescale = torch.exp(largest - new_largest)
+            p = torch.exp(scores - new_largest)
+            total = total * rescale + p.sum(-1, keepdim=True)
+            out = out * rescale + F.dropout(p, dropout_p) @ v_tile
+            largest = new_largest
+        rows.append(out / total)
+    return torch.cat(rows, dim=2), None  # (B, H, T, D)
+
+
+def sdpa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    dropout_p: float = 0.0,
+    return_weights: bool = False,
+) -> tuple[Tensor, None]:
+    """PyTorch's fused kernels (flash attention where the hardware has it).
+
+    Raises ValueError for return_weights.
+    """
+    T, S, _ = _check(q, k, v, causal)
+    if return_weights:
+        raise ValueError("sdpa does not return weights; use the reference backend")
+    # PyTorch's is_causal aligns query 0 with key 0, which is wrong for T < S (a KV cache): then the
+    # mask is given. A single query sees every key and needs none.
+    mask = ~future_mask(T, S, q.device) if causal and 1 < T < S else None
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        is_causal=causal and T == S and T > 1,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out, None
+
+
+ATTENTION: dict[str, Attend] = {
+    "reference": reference_attention,
+    "tiled": tiled_attention,
+    "sdpa": sdpa_attention,
+}
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, int, int]:
+    (_, H, T, D), (_, H_kv, S, _) = q.shape, k.shape
+    if k.shape != v.shape or k.shape[3] != D or q.shape[0] != k.shape[0] or H % H_kv:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"attention: shapes do not fit: {shapes}")
+    if causal and T > S:
+        raise ValueError(f"causal attention: {T} queries, but only {S} keys to end on")
+    return T, S, D
+
+
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """(B, H_kv, S, D) -> (B, H, S, D): query head h reads key/value head h // (H / H_kv)."""
+    groups = q.shape[1] // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head causal self-attention with rotary positions: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: ModelConfig, layer: int, backend: str = "sdpa") -> None:
+        super().__init__()
+        C, D = config.d_model, config.d_head
+        self.layer, self.d_head, self.dropout = layer, D, config.dropout
+        self.attend = ATTENTION[backend]
+        self.q_proj = nn.Linear(C, config.n_heads * D, bias=config.bias)
+        self.k_proj = nn.Linear(C, config.n_kv_heads * D, bias=config.bias)
+        self.v_proj = nn.Linear(C, config.n_kv_heads * D, bias=config.bias)
+        self.o_proj = nn.Linear(config.n_heads * D, C, bias=config.bias)
+        self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def project(
+        self, x: Tensor, rotation: Rotation, cache: KVCache | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, D), keys and values (B, H_kv, S, D); S counts what the cache holds."""
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)  # (B, H or H_kv, T, D)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)  # (B, H_kv, S, D)
+        return q, k, v
+
+    def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
+        q, k, v = self.project(x, rotation, cache)
+        dropout_p = self.dropout if self.training else 0.0
+        out, _ = self.attend(q, k, v, causal=True, dropout_p=dropout_p)  # (B, H, T, D)
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, T, H D) -> (B, T, C)

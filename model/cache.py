@@ -1,0 +1,43 @@
+"""Keys and values of the positions already seen, so that decoding computes only the new ones."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class KVCache:
+    """Per layer, keys and values (B, H_kv, capacity, D), of which the first `length` are filled.
+
+    It is handed to `GPT.forward`, which appends to every layer and advances `length` once at the
+    end; no module keeps it. Keys are stored rotated: their positions never change.
+    """
+
+    def __init__(self, n_layers: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._keys: list[Tensor | None] = [None] * n_layers
+        self._values: list[Tensor | None] = [None] * n_layers
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add k, v (B, H_kv, T, D) after `length`; return all so far, (B, H_kv, length + T, D).
+
+        Raises ValueError when they do not fit.
+        """
+        B, H, T, D = k.shape
+        end = self.length + T
+        if end > self.capacity:
+            raise ValueError(f"KV cache: {end} positions do not fit its capacity {self.capacity}")
+        keys, values = self._keys[layer], self._values[layer]
+        if keys is None or values is None:
+            keys = self._keys[layer] = k.new_zeros(B, H, self.capacity, D)
+            values = self._values[layer] = v.new_zeros(B, H, self.capacity, D)
+        keys[:, :, self.length : end] = k
+        values[:, :, self.length : end] = v
+        return keys[:, :, :end], values[:, :, :end]
+
+    def advance(self, T: int) -> None:
+        self.length += T
+
+    def clear(self) -> None:
+        """Forget everything; the memory is kept."""
+        self.length = 0

@@ -1,0 +1,100 @@
+"""The shape of a model, as plain data: no torch, so that reading a config never imports it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Every size and choice of the decoder. `None` means: derived, see `resolved`."""
+
+    n_layers: Annotated[int, "number of blocks"] = 4
+    n_heads: Annotated[int, "query heads per block"] = 4
+    n_kv_heads: Annotated[int | None, "key/value heads, grouped-query; n_heads unless given"] = None
+    d_model: Annotated[int, "width of the residual stream"] = 128
+    d_head: Annotated[int | None, "width of a head; d_model / n_heads unless given"] = None
+    d_mlp: Annotated[int | None, "MLP's width; 4 x d_model (swiglu 8/3 x) unless given"] = None
+    context_length: Annotated[int, "longest window the model sees, in tokens"] = 256
+    vocab_size: Annotated[int | None, "ids the model knows; the tokenizer's unless given"] = None
+    norm: Annotated[Literal["rms", "layer"], "normalisation"] = "rms"
+    norm_eps: Annotated[float, "added to the variance in a norm"] = 1e-6
+    mlp: Annotated[Literal["swiglu", "gelu", "relu2"], "the MLP's kind"] = "swiglu"
+    position: Annotated[Literal["rope", "learned"], "how a token knows its place"] = "rope"
+    rope_theta: Annotated[float, "base of RoPE's wavelengths"] = 10000.0
+    rope_scaling: Annotated[Literal["none", "llama3"], "stretch RoPE's long wavelengths"] = "none"
+    rope_factor: Annotated[float, "llama3 scaling: by how much"] = 8.0
+    rope_original_context: Annotated[int, "llama3 scaling: the context before stretching"] = 8192
+    qk_norm: Annotated[bool, "RMS-normalise queries and keys per head"] = True
+    bias: Annotated[bool, "biases in linear layers and LayerNorm"] = False
+    dropout: Annotated[float, "dropout probability in training"] = 0.0
+    tie_embeddings: Annotated[bool, "the head uses the embedding's weights"] = False
+
+    def problems(self) -> list[str]:
+        """Everything wrong with these values, in plain words; empty when all is well."""
+        found = []
+        for name in ("n_layers", "n_heads", "d_model", "context_length", "rope_original_context"):
+            if getattr(self, name) < 1:
+                found.append(f"model.{name}={getattr(self, name)}: must be at least 1")
+        for name in ("n_kv_heads", "d_head", "d_mlp", "vocab_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"model.{name}={value}: must be at least 1 (or none: derived)")
+        if not 0.0 <= self.dropout < 1.0:
+            found.append(f"model.dropout={self.dropout}: must be in [0, 1)")
+        for name in ("norm_eps", "rope_theta"):
+            if getattr(self, name) <= 0:
+                found.append(f"model.{name}={getattr(self, name)}: must be above 0")
+        if self.rope_factor < 1:
+            found.append(f"model.rope_factor={self.rope_factor}: must be at least 1")
+        return found or self._shape_problems()
+
+    def _shape_problems(self) -> list[str]:
+        found = []
+        if self.d_head is None and self.d_model % self.n_heads:
+            found.append(
+                f"model.d_model={self.d_model} is not a multiple of model.n_heads={self.n_heads}: "
+                "change one of them, or give model.d_head"
+            )
+        d_head = self.d_head or self.d_model // self.n_heads
+        if self.position == "rope" and d_head % 2:
+            found.append(
+                f"model.d_head={d_head} (width of a head): RoPE rotates pairs, so it must be even"
+            )
+        if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
+            found.append(
+                f"model.n_kv_heads={self.n_kv_heads}: must divide model.n_heads={self.n_heads}"
+            )
+        if self.rope_scaling != "none" and self.position != "rope":
+            found.append("model.rope_scaling=llama3 needs model.position=rope")
+        return found
+
+    def resolved(self, vocab_size: int) -> ModelConfig:
+        """The same config with every derived value filled in.
+
+        vocab_size: number of ids the tokenizer has; a larger `vocab_size` given here (padding
+            for the hardware) is kept.
+
+        Raises ValueError if `vocab_size` here is smaller than the tokenizer's.
+        """
+        if self.vocab_size is not None and self.vocab_size < vocab_size:
+            raise ValueError(
+                f"model.vocab_size={self.vocab_size}: the tokenizer has {vocab_size} ids; "
+                f"give at least {vocab_size}, or none"
+            )
+        return replace(
+            self,
+            n_kv_heads=self.n_kv_heads or self.n_heads,
+            d_head=self.d_head or self.d_model // self.n_heads,
+            d_mlp=self.d_mlp or self._default_d_mlp(),
+            vocab_size=self.vocab_size or vocab_size,
+        )
+
+    def _default_d_mlp(self) -> int:
+        if self.mlp != "swiglu":
+            return 4 * self.d_model
+        # SwiGLU has three matrices: 8/3 keeps the parameter count of 4x with two (Shazeer 2020),
+        # rounded up to a multiple that matrix units like.
+        step = 64 if self.d_model >= 64 else 8
+        return -(-8 * self.d_model // (3 * step)) * step

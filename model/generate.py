@@ -1,0 +1,164 @@
+"""From a prompt to more tokens: choosing the next id, and the loop around it. Ids only, no text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from model.cache import KVCache
+from model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next id is chosen. The defaults draw from the model's own distribution."""
+
+    temperature: Annotated[float, "0: always the likeliest; 1: the model's own odds"] = 1.0
+    top_k: Annotated[int, "draw among the k likeliest (0: all)"] = 0
+    top_p: Annotated[float, "draw among the likeliest that together hold this probability"] = 1.0
+    min_p: Annotated[float, "drop what is less likely than this times the likeliest"] = 0.0
+    repetition_penalty: Annotated[float, "above 1: what was said becomes less likely"] = 1.0
+    max_new_tokens: Annotated[int, "how many tokens to add at most"] = 200
+
+    def problems(self) -> list[str]:
+        """Everything wrong with these values, in plain words."""
+        found = []
+        if not 0.0 <= self.temperature < float("inf"):
+            found.append(f"temperature={self.temperature}: must be 0 (greedy) or above")
+        if self.top_k < 0:
+            found.append(f"top_k={self.top_k}: must be 0 (off) or above")
+        if not 0.0 < self.top_p <= 1.0:
+            found.append(f"top_p={self.top_p}: must be in (0, 1]; 1 is off")
+        if not 0.0 <= self.min_p <= 1.0:
+            found.append(f"min_p={self.min_p}: must be in [0, 1]; 0 is off")
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            found.append(f"repetition_penalty={self.repetition_penalty}: must be above 0; 1 is off")
+        if self.max_new_tokens < 1:
+            found.append(f"max_new_tokens={self.max_new_tokens}: must be at least 1")
+        return found
+
+
+def next_distribution(logits: Tensor, settings: SamplingConfig, seen: Tensor | None) -> Tensor:
+    """Probabilities the next id is drawn from, (B, V) float32, for a temperature above 0.
+
+    logits (B, V); seen (B, V) bool, the ids said so far, for the repetition penalty. Applied in this
+    order: repetition penalty, temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al.
+    2024).
+    """
+    logits = _penalised(logits.float(), settings, seen)
+    # Subtracting the maximum first keeps a tiny temperature from overflowing.
+    logits = (logits - logits.amax(-1, keepdim=True)) / settings.temperature
+    if 0 < settings.top_k < logits.shape[-1]:
+        smallest_kept = logits.topk(settings.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
+    if settings.top_p < 1.0:
+        ranked, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+        # An id stays if those likelier than it do not reach top_p yet: so one always stays.
+        drop = ranked.cumsum(-1) - ranked >= settings.top_p
+        logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
+    probabilities = logits.softmax(-1)
+    if settings.min_p > 0.0:
+        floor = settings.min_p * probabilities.amax(-1, keepdim=True)
+        probabilities = probabilities.masked_fill(probabilities < floor, 0.0)
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    return probabilities
+
+
+def sample_next(
+    logits: Tensor, settings: SamplingConfig, rng: torch.Generator, seen: Tensor | None = None
+) -> Tensor:
+    """One id per row, (B,), from logits (B, V); the likeliest at temperature 0."""
+    if settings.temperature == 0.0:
+        return _penalised(logits.float(), settings, seen).argmax(-1)
+    probabilities = next_distribution(logits, settings, seen).to(rng.device)
+    return torch.multinomial(probabilities, 1, generator=rng)[:, 0].to(logits.device)
+
+
+def _penalised(logits: Tensor, settings: SamplingConfig, seen: Tensor | None) -> Tensor:
+    # Keskar et al. 2019: divide a positive logit, multiply a negative one.
+    if settings.repetition_penalty == 1.0 or seen is None:
+        return logits
+    penalty = settings.repetition_penalty
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def window_start(start: int, length: int, context_length: int) -> int:
+    """Where the window begins that is encoded for a text of `length` tokens.
+
+    It stays at `start` until the window would exceed the context; then the last half of the context
+    is kept, and encoded again from position 0. (Dropping the oldest keys from a full cache is not
+    what a fresh forward computes: the keys kept have looked at those dropped.)
+    """
+    if length - start <= context_length:
+        return start
+    return length - max(1, context_length // 2)
+
+
+def generate(
+    model: GPT,
+    prompt: Tensor,
+    settings: SamplingConfig,
+    rng: torch.Generator,
+    *,
+    stop_id: int | None = None,
+    n_ids: int | None = None,
+    use_cache: bool = True,
+) -> Iterator[Tensor]:
+    """Yield the next ids, (B,) int64 at a time, until max_new_tokens or every row has stopped.
+
+    prompt: (B, P) ids, P >= 1, all rows of one length; of a longer one than the context, the last
+        context_length are used.
+    stop_id: end-of-text. A row that has drawn it goes on yielding it, and is finished.
+    n_ids: the tokenizer's vocabulary, where the model's is padded beyond it: ids from n_ids on are
+        never drawn.
+    use_cache: False computes every step from scratch: the same ids, slower; for tests.
+
+    Dropout is off while an id is computed; the model's mode is restored before each yield.
+    Raises ValueError for an empty or ragged prompt.
+    """
+    if prompt.dim() != 2 or prompt.shape[1] < 1:
+        raise ValueError(f"prompt: shape {tuple(prompt.shape)}; expected (B, P) with P >= 1")
+    context = model.config.context_length
+    tokens = prompt[:, -context:]
+    cache = KVCache(model.config.n_layers, context) if use_cache else None
+    seen = _seen(prompt, model.config.vocab_size) if settings.repetition_penalty != 1.0 else None
+    stopped = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
+    start = 0
+    for _ in range(settings.max_new_tokens):
+        moved = window_start(start, tokens.shape[1], context)
+        if cache is not None and moved != start:
+            cache.clear()
+        start = moved
+        logits = _last_logits(model, tokens[:, start:], cache)  # (B, V)
+        logits[:, n_ids:] = -torch.inf if n_ids is not None else logits[:, n_ids:]
+        ids = sample_next(logits, settings, rng, seen)
+        if stop_id is not None:
+            ids = torch.where(stopped, stop_id, ids)
+            stopped |= ids == stop_id
+        if seen is not None:
+            seen.scatter_(1, ids[:, None], True)
+        tokens = torch.cat((tokens, ids[:, None]), dim=1)
+        yield ids
+        if stop_id is not None and bool(stopped.all()):
+            return
+
+
+def _seen(prompt: Tensor, vocab_size: int) -> Tensor:
+    seen = torch.zeros(prompt.shape[0], vocab_size, dtype=torch.bool, device=prompt.device)
+    return seen.scatter_(1, prompt, True)
+
+
+@torch.no_grad()
+def _last_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tensor:
+    """Logits after the window's last token, (B, V); with a cache only what is new is computed."""
+    training = model.training
+    model.eval()
+    try:
+        new = window if cache is None else window[:, cache.length :]
+        return model(new, cache=cache, last_only=True)[:, -1].clone()
+    finally:
+        model.train(training)

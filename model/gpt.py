@@ -1,0 +1,189 @@
+"""A GPT: embedding, L blocks of attention and MLP around a residual stream, a head.
+
+B batch   T tokens of this forward   S tokens seen so far, cache included   C width (d_model)
+H query heads   D width of a head   M width of the MLP   V vocabulary   L layers
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.attention import ATTENTION, CausalSelfAttention, Rotation
+from model.cache import KVCache
+from model.config import ModelConfig
+from model.layers import MLPS, NORMS
+from model.rope import Rope
+
+IGNORE_INDEX = -100  # a target that does not count, torch's own default
+LARGE_VOCAB = 16_384  # from here on the loss is computed chunk by chunk
+CHUNK_TOKENS = 1_024  # tokens whose logits exist at one time
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): pre-norm, (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: ModelConfig, layer: int, attention: str) -> None:
+        super().__init__()
+        norm = NORMS[config.norm]
+        self.attn_norm = norm(config.d_model, config.norm_eps, config.bias)
+        self.attn = CausalSelfAttention(config, layer, attention)
+        self.mlp_norm = norm(config.d_model, config.norm_eps, config.bias)
+        self.mlp = MLPS[config.mlp](config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
+        x = x + self.drop(self.attn(self.attn_norm(x), rotation, cache))
+        return x + self.drop(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """The whole decoder. `config` must be resolved (`ModelConfig.resolved`)."""
+
+    def __init__(self, config: ModelConfig, attention: str = "sdpa") -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.rope = Rope(config) if config.position == "rope" else None
+        self.positions = (
+            nn.Embedding(config.context_length, config.d_model)
+            if config.position == "learned"
+            else None
+        )
+        self.drop = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(Block(config, i, attention) for i in range(config.n_layers))
+        self.norm = NORMS[config.norm](config.d_model, config.norm_eps, config.bias)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        reduction: Reduction = "mean",
+        cache: KVCache | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits, or with targets the loss.
+
+        tokens: (B, T) ids; they follow what `cache` holds, and are added to it.
+        targets: (B, T) ids, the tokens one further on; IGNORE_INDEX where none counts.
+        reduction: "mean" over the targets that count, their "sum", or "none": (B, T), 0 where
+            ignored.
+        last_only: compute the logits of the last position alone, (B, 1, V).
+
+        Returns logits (B, T, V) or a loss in nats.
+        Raises ValueError for a window longer than the context.
+        """
+        x = self.hidden(tokens, cache)  # (B, T, C)
+        head = self.embed.weight if self.head is None else self.head.weight  # (V, C)
+        if targets is None:
+            return F.linear(x[:, -1:] if last_only else x, head)
+        return cross_entropy(x, head, targets, reduction)
+
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """The residual stream after the last norm, (B, T, C)."""
+        x, rotation = self.embedded(tokens, cache)
+        for layer in self.layers:
+            x = layer(x, rotation, cache)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        return self.norm(x)
+
+    def embedded(self, tokens: Tensor, cache: KVCache | None = None) -> tuple[Tensor, Rotation]:
+        """What the first block is given: the embedding (B, T, C) and this window's rotation."""
+        T, start = tokens.shape[1], cache.length if cache is not None else 0
+        if start + T > self.config.context_length:
+            raise ValueError(
+                f"{start + T} tokens exceed model.context_length={self.config.context_length}"
+            )
+        x = self.embed(tokens)  # (B, T, C)
+        if self.positions is not None:
+            x = x + self.positions.weight[start : start + T]
+        return self.drop(x), self.rope(start, T) if self.rope is not None else None
+
+    def use_attention(self, backend: str) -> None:
+        """Switch every layer to a backend of ATTENTION; weights and results stay the same."""
+        for layer in self.layers:
+            layer.attn.attend = ATTENTION[backend]
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Draw all weights from `seed` alone, in the order of their names, on the CPU.
+
+        Projections into the residual stream start at 0, so that each block starts as the identity
+        and depth does not change the scale; other matrices have std 0.5 / sqrt(fan in). The head is
+        small, so that the first loss is ln V.
+        """
+        rng = torch.Generator().manual_seed(seed)
+        C = self.config.d_model
+        for name, p in self.named_parameters():
+            if name.endswith("bias") or name.endswith(("o_proj.weight", "down_proj.weight")):
+                p.zero_()
+            elif p.dim() == 1:
+                p.fill_(1.0)
+            else:
+                std = 0.5 / math.sqrt(p.shape[1])
+                if name == "head.weight" or self.head is None and name == "embed.weight":
+                    std = 0.2 / math.sqrt(C)
+                elif name in ("embed.weight", "positions.weight"):
+                    std = 1.0 if self.head is not None else 0.2 / math.sqrt(C)
+                p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=rng))
+
+    def parameter_count(self) -> int:
+        """Parameters, each counted once (a tied head is the embedding)."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, T: int) -> int:
+        """Floating-point operations of forward and backward for one token of a window of T.
+
+        6 per parameter of a matrix product (2 forward, 4 backward; the head counts, tied or not;
+        looking an embedding up costs nothing) and 12 L (H D) T for scores and mixing, the causal
+        half not deducted (Chowdhery et al. 2022, "PaLM", appendix B).
+        """
+        config = self.config
+        matrices = sum(p.numel() for p in self.layers.parameters() if p.dim() == 2)
+        matrices += config.vocab_size * config.d_model
+        return 6 * matrices + 12 * config.n_layers * config.n_heads * config.d_head * T
+
+
+def cross_entropy(x: Tensor, head: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
+    """-log softmax(head x)[target] in nats, over the targets that are not IGNORE_INDEX.
+
+    x (B, T, C), head (V, C), targets (B, T). For a large vocabulary the logits (B, T, V) would
+    dwarf the rest of the model, so they are made for CHUNK_TOKENS tokens at a time and made again
+    in backward. (Computing the gradient in forward would be cheaper, but then it is scaled after the
+    fact: in fp16 without GradScaler's factor, softmax / B T underflows to zero.)
+    """
+    flat_x, flat_targets = x.flatten(0, 1), targets.flatten()
+    if head.shape[0] < LARGE_VOCAB or flat_targets.numel() <= CHUNK_TOKENS:
+        losses = _chunk_loss(flat_x, head, flat_targets)
+    else:
+        pieces = zip(flat_x.split(CHUNK_TOKENS), flat_targets.split(CHUNK_TOKENS), strict=True)
+        losses = torch.cat(
+            [
+                checkpoint(_chunk_loss, a, head, t, use_reentrant=False, preserve_rng_state=False)
+                for a, t in pieces
+            ]
+        )
+    if reduction == "none":
+        return losses.view(targets.shape)
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (flat_targets != IGNORE_INDEX).sum().clamp(min=1)
+
+
+def _chunk_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(x, head)  # (N, V)
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="none")

@@ -1,0 +1,75 @@
+"""Rotary position embedding (Su et al. 2021, "RoFormer"), in the half-split layout.
+
+A head of width D is D/2 planes; plane i joins coordinate i with coordinate i + D/2. Position p
+turns plane i by the angle p / theta^(2i/D). A score q.k then depends on the positions' difference alone:
+turning both by p changes nothing.
+
+The paper pairs neighbours (2i, 2i+1); Hugging Face pairs halves. The two differ by a permutation of
+the projections' rows; halves let checkpoints move between here and there as they are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Angle per position of each plane, (D/2,), float64.
+
+    Plain: theta^(-2i/D). With `rope_scaling=llama3`, as Llama 3.1 does: wavelengths longer than the
+    original context are stretched by `rope_factor`, those below a quarter of it are kept, and
+    between the two the frequency is interpolated.
+    """
+    D = config.d_head
+    frequencies = config.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    if config.rope_scaling == "none":
+        return frequencies
+    low, high = 1.0, 4.0  # Llama 3's own constants: turns within the original context
+    turns = config.rope_original_context * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: high frequency, as it was
+    return keep * frequencies + (1 - keep) * frequencies / config.rope_factor
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each plane of x by its position's angle.
+
+    x: (B, H, T, D); cos, sin: (T, D/2), float32. Returns (B, H, T, D) in x's dtype.
+    """
+    x1, x2 = x.chunk(2, dim=-1)  # (B, H, T, D/2) each
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
+
+
+class Rope(nn.Module):
+    """Tables of cos and sin for every position of the context, (context_length, D/2).
+
+    They stay float32 whatever the model is cast to: bfloat16 has 8 bits of mantissa, so from
+    position 256 on neighbours would share an angle.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._build(torch.empty(0).device)
+
+    def _build(self, device: torch.device) -> None:
+        positions = torch.arange(self.config.context_length, dtype=torch.float64)
+        angles = positions[:, None] * rope_frequencies(self.config)  # (context, D/2)
+        self.register_buffer("cos", angles.cos().float().to(device), persistent=False)
+        self.register_buffer("sin", angles.sin().float().to(device), persistent=False)
+
+    def _apply(self, fn, recurse=True):  # .to(), .bfloat16(), .cuda(): follow the device only
+        super()._apply(fn, recurse)
+        self._build(self.cos.device)
+        return self
+
+    def forward(self, start: int, T: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions start ... start + T - 1, (T, D/2) each."""
+        return self.cos[start : start + T], self.sin[start : start + T]
