@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import difflib
 import errno
-import math
 import os
 import re
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NoReturn,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+from data.values import BOOLS, in_short, parse_value
+
 UNWRITABLE = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM")
 
 Section = TypeVar("Section")
@@ -90,135 +80,6 @@ def _without_help(annotation: Any) -> tuple[Any, str]:
         inner, *notes = get_args(annotation)
         return inner, " ".join(note for note in notes if isinstance(note, str))
     return annotation, ""
-
-
-# Values
-
-
-def parse_value(annotation: Any, text: str, name: str) -> Any:
-    """`text`, as typed, as a value of `annotation`; `tuple[X, ...]` gives a tuple of one.
-
-    Raises ValueError that says the name, the text and what is allowed.
-    """
-    annotation, _ = _without_help(annotation)
-    try:
-        return _parse(annotation, text)
-    except ValueError:
-        expected = describe_type(annotation)
-        raise ValueError(f"{name}={text!r}: expected {expected}") from None
-
-
-def _parse(annotation: Any, text: str) -> Any:
-    members = get_args(annotation)
-    if annotation is str:
-        return text
-    if annotation is bool:
-        return _choose(BOOLS, text.strip().lower())
-    if annotation is int:
-        return _parse_int(text)
-    if annotation is float:
-        return _finite(float(text))
-    if get_origin(annotation) is Literal:
-        return _choose({str(choice): choice for choice in members}, text)
-    if get_origin(annotation) is tuple:
-        return (_parse(members[0], text),)
-    if _is_union(annotation):
-        return _parse_union(members, text)
-    raise TypeError(f"options cannot be of type {annotation}")
-
-
-def _parse_union(members: tuple[Any, ...], text: str) -> Any:
-    # Literals first: in `int | None | Literal["auto"]` the word auto is a value of its own.
-    for member in sorted(members, key=lambda member: get_origin(member) is not Literal):
-        if member is type(None):
-            if str not in members and text.strip().lower() in ("none", "auto"):
-                return None
-            continue
-        try:
-            return _parse(member, text)
-        except ValueError:
-            continue
-    raise ValueError(text)
-
-
-def _parse_int(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        number = float(text)  # 1e3 is a whole number too
-        if number.is_integer() and abs(number) < 2**53:
-            return int(number)
-        raise
-
-
-def _finite(number: float) -> float:
-    if not math.isfinite(number):
-        raise ValueError(number)
-    return number
-
-
-def _choose(choices: Mapping[str, Any], text: str) -> Any:
-    if text not in choices:
-        raise ValueError(text)
-    return choices[text]
-
-
-def conform(annotation: Any, value: Any, name: str) -> Any:
-    """`value`, from a config file or JSON, as the annotation's type: 1 becomes 1.0, a list a tuple.
-
-    Raises ValueError that says the name, the value and what is allowed.
-    """
-    annotation, _ = _without_help(annotation)
-    try:
-        return _conform(annotation, value)
-    except (ValueError, OverflowError):
-        expected = describe_type(annotation)
-        raise ValueError(f"{name}={value!r}: expected {expected}") from None
-
-
-def _conform(annotation: Any, value: Any) -> Any:
-    members = get_args(annotation)
-    if _is_union(annotation):
-        for member in members:
-            try:
-                return _conform(member, value)
-            except ValueError:
-                continue
-    elif get_origin(annotation) is Literal:
-        if any(value == choice and type(value) is type(choice) for choice in members):
-            return value
-    elif get_origin(annotation) is tuple:
-        if isinstance(value, (list, tuple)):
-            return tuple(_conform(members[0], item) for item in value)
-    elif annotation is float and type(value) in (int, float):
-        return _finite(float(value))
-    elif type(value) is annotation:
-        return value
-    raise ValueError(value)
-
-
-def _is_union(annotation: Any) -> bool:
-    # `int | None` and `Union[int, None]` have different origins before Python 3.14.
-    origin = get_origin(annotation)
-    return origin is Union or getattr(origin, "__name__", "") == "UnionType"
-
-
-def describe_type(annotation: Any) -> str:
-    """What may be typed, in words: for error messages."""
-    names = {
-        int: "a whole number (1000, 1_000, 1e3)",
-        float: "a finite number (0.1, 3e-4, 1)",
-        bool: "true or false",
-        str: "text",
-        type(None): "none",
-    }
-    if _is_union(annotation):
-        return " or ".join(describe_type(member) for member in get_args(annotation))
-    if get_origin(annotation) is Literal:
-        return " or ".join(str(choice) for choice in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        return describe_type(get_args(annotation)[0])
-    return names[annotation]
 
 
 # The command line
@@ -369,24 +230,12 @@ def help_text(usage: str, sections: Mapping[str, type]) -> str:
         if option.section != section:
             section = option.section
             lines += ["", f"{section or 'options'}:"]
-        typed = f"  --{option.name}={placeholder(option.annotation)}"
+        typed = f"  --{option.name}={in_short(option.annotation)}"
         if len(typed) > 38:
             lines.append(typed)
             typed = ""
         lines.append(f"{typed:38}  {option.help} [{default_text(option)}]")
     return "\n".join(lines)
-
-
-def placeholder(annotation: Any) -> str:
-    """What may be typed after `=`, in short: for help and tables."""
-    names = {int: "INT", float: "NUMBER", bool: "true|false", str: "TEXT", type(None): "none"}
-    if _is_union(annotation):
-        return "|".join(placeholder(member) for member in get_args(annotation))
-    if get_origin(annotation) is Literal:
-        return "|".join(str(choice) for choice in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        return placeholder(get_args(annotation)[0]) + " (repeatable)"
-    return names[annotation]
 
 
 def default_text(option: Option) -> str:
@@ -396,7 +245,7 @@ def default_text(option: Option) -> str:
         return str(default).lower()
     if isinstance(default, tuple):
         return " ".join(map(str, default)) or "none"
-    return f"{default:g}" if isinstance(default, float) else str(default) or '""'
+    return str(default).removesuffix(".0") if isinstance(default, float) else str(default) or '""'
 
 
 # Exit codes
