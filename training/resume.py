@@ -1,0 +1,110 @@
+"""What a resumed run may change about its recipe, and what it says when it may not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fnmatch import fnmatch
+from typing import Any
+
+from training.config import Config, differences
+
+# Free: nothing that the run computes depends on it.
+FREE = (
+    "log.*",
+    "data.workers",
+    "data.prepared_dir",
+    "parallel.timeout",
+    "run.out_dir",
+    "run.resume",
+    "run.overwrite",
+    "run.eval_interval",
+    "run.checkpoint_interval",
+    "run.keep_checkpoints",
+)
+# With --resume=must: the run goes on, but is no longer the one that was never interrupted.
+WITH_MUST = (
+    "optim.lr",
+    "optim.muon_lr",
+    "optim.momentum",
+    "optim.weight_decay",
+    "optim.beta?",
+    "optim.eps",
+    "optim.grad_clip",
+    "schedule.*",
+    "data.micro_batch",
+    "parallel.mode",
+    "parallel.reduction",
+    "run.max_steps",
+    "run.patience",
+    "run.eval_windows",
+    "run.device",
+    "run.dtype",
+    "run.attention",
+    "run.compile",
+    "run.threads",
+    "run.deterministic",
+)
+# Fixed: the checkpoint would not fit, or its step number would mean other windows.
+FIXED = (
+    "model.*",
+    "data.source",
+    "data.tokenizer",
+    "data.split",
+    "data.val_fraction",
+    "data.text_field",
+    "data.errors",
+    "data.windows",
+    "data.global_batch",
+    "optim.optimizer",
+    "run.seed",
+    "run.init_from",
+)
+
+
+def _is_in(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _is_open(asked: Any) -> bool:
+    # Left to be derived: then the value that the run derived when it began holds.
+    return asked is None or asked == "auto"
+
+
+def resume_problems(saved: Config, asked: Config, must: bool) -> list[str]:
+    """Why the run with recipe `saved` cannot go on as `asked`: each difference, then the ways on.
+
+    saved: from run.json, resolved. asked: as typed, so that None and "auto" mean: as it was.
+    must: whether `--resume=must` was given. Returns [] when the run may go on.
+    """
+    changed = [
+        (name, old, new)
+        for name, old, new in differences(saved, asked)
+        if not _is_in(name, FREE) and not _is_open(new)
+    ]
+    fixed = [difference for difference in changed if _is_in(difference[0], FIXED)]
+    refused = fixed if must else changed
+    if not refused:
+        return []
+    lines = [f"{name}: the run has {old!r}, asked for {new!r}" for name, old, new in refused]
+    if fixed:
+        lines.append(f"{', '.join(name for name, _, _ in fixed)}: fixed once a run has begun")
+    else:
+        lines.append("to carry on with the new values: --resume=must")
+    lines.append("to start anew and move the old run aside: --overwrite=true")
+    return lines
+
+
+def resumed(saved: Config, asked: Config) -> Config:
+    """The recipe that a resume goes on with: what is asked, and where that is left open, what was.
+
+    `parallel.mode` alone stays open: the ranks that are there decide it.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    for name, old, new in differences(saved, asked):
+        section, _, leaf = name.partition(".")
+        keep = _is_in(name, FIXED) or (_is_open(new) and name != "parallel.mode")
+        values.setdefault(section, {})[leaf] = old if keep else new
+    return replace(
+        saved,
+        **{section: replace(getattr(saved, section), **new) for section, new in values.items()},
+    )

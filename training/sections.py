@@ -1,0 +1,158 @@
+"""The sections of a training config, each a frozen dataclass; model's and data's are beside them.
+
+Every field is an option: `--optim.lr=3e-4`, or `--lr=3e-4`, for names are unique over all sections.
+`problems()` lists what is out of range in plain words; types are checked before it is called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+
+def _unless(
+    section: str, config: Any, names: str, allowed: str, is_right: Callable[[Any], bool]
+) -> list[str]:
+    """One line for each field of `names` (with spaces between) whose value `is_right` refuses."""
+    values = {name: getattr(config, name) for name in names.split()}
+    return [
+        f"{section}.{name}={value}: must be {allowed}"
+        for name, value in values.items()
+        if not is_right(value)
+    ]
+
+
+def _at_least(low: int, section: str, config: Any, names: str) -> list[str]:
+    return _unless(section, config, names, f"at least {low}", lambda value: value >= low)
+
+
+def _above_0(section: str, config: Any, names: str) -> list[str]:
+    return _unless(section, config, names, "above 0", lambda value: value > 0)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """How gradients become updates."""
+
+    optimizer: Annotated[
+        Literal["adamw", "muon"], "muon: Muon for hidden matrices, AdamW for the rest"
+    ] = "adamw"
+    lr: Annotated[float, "peak learning rate of AdamW"] = 1e-3
+    muon_lr: Annotated[float, "peak learning rate of Muon"] = 0.02
+    momentum: Annotated[float, "Muon's (Nesterov) momentum"] = 0.95
+    weight_decay: Annotated[float, "decoupled; matrices only, not norms and biases"] = 0.1
+    beta1: Annotated[float, "AdamW's decay of the mean"] = 0.9
+    beta2: Annotated[float, "AdamW's decay of the variance"] = 0.95
+    eps: Annotated[float, "AdamW's guard against division by zero"] = 1e-8
+    grad_clip: Annotated[float, "largest norm of the whole gradient; 0: no clipping"] = 1.0
+
+    def problems(self) -> list[str]:
+        return [
+            *_above_0("optim", self, "lr muon_lr eps"),
+            *_at_least(0, "optim", self, "weight_decay grad_clip"),
+            *_unless(
+                "optim", self, "momentum beta1 beta2", "in [0, 1)", lambda value: 0 <= value < 1
+            ),
+        ]
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over the run, as a factor of its peak."""
+
+    schedule: Annotated[
+        Literal["constant", "cosine", "wsd"], "wsd: warm-up, stable, linear decay"
+    ] = "wsd"
+    warmup_steps: Annotated[int, "steps of linear warm-up"] = 20
+    decay_fraction: Annotated[float, "wsd: the part of the run, at its end, that decays"] = 0.5
+    min_lr_ratio: Annotated[float, "the last learning rate as a part of the peak"] = 0.0
+
+    def problems(self) -> list[str]:
+        parts = "decay_fraction min_lr_ratio"
+        return [
+            *_at_least(0, "schedule", self, "warmup_steps"),
+            *_unless("schedule", self, parts, "in [0, 1]", lambda value: 0 <= value <= 1),
+        ]
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """One process or many."""
+
+    mode: Annotated[Literal["auto", "none", "ddp"], "auto: ddp under torchrun"] = "auto"
+    reduction: Annotated[
+        Literal["auto", "exact", "fast"], "exact: the same bits on 1, 2, 4 ... ranks"
+    ] = "auto"
+    timeout: Annotated[float, "longest wait for another rank, in seconds"] = 600.0
+
+    def problems(self) -> list[str]:
+        return _above_0("parallel", self, "timeout")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run: its folder, its length, its machine, and when it looks up from the work."""
+
+    out_dir: Annotated[str, "the run's folder; out/<config name> unless given"] = ""
+    max_steps: Annotated[int, "optimizer steps, exactly"] = 1000
+    seed: Annotated[int, "of weights, order and dropout"] = 1
+    device: Annotated[str, "auto, cpu, cuda, cuda:N or mps"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], "of the matrix products"
+    ] = "auto"
+    attention: Annotated[
+        Literal["auto", "reference", "tiled", "sdpa"], "backend; all compute the same"
+    ] = "auto"
+    compile: Annotated[bool, "torch.compile the model"] = False
+    threads: Annotated[int | None, "CPU threads of a rank; its share of the cores unless given"] = (
+        None
+    )
+    deterministic: Annotated[bool, "refuse operations that differ from run to run"] = False
+    init_from: Annotated[
+        str, "start from these weights: a run, checkpoint or Hugging Face folder"
+    ] = ""
+    resume: Annotated[
+        Literal["auto", "must"], "auto: go on where the folder's run stopped; must: with new values"
+    ] = "auto"
+    overwrite: Annotated[bool, "move an old run in out_dir aside and start anew"] = False
+    eval_interval: Annotated[int, "steps between evaluations"] = 250
+    eval_windows: Annotated[int, "validation windows of an evaluation; 0: all"] = 0
+    checkpoint_interval: Annotated[int, "steps between checkpoints"] = 250
+    keep_checkpoints: Annotated[int, "checkpoints kept, beside the best; at least 2"] = 2
+    patience: Annotated[int, "evaluations without a better loss before stopping; 0: never"] = 0
+
+    def problems(self) -> list[str]:
+        found = [
+            *_at_least(1, "run", self, "max_steps eval_interval checkpoint_interval"),
+            *_at_least(2, "run", self, "keep_checkpoints"),
+            *_at_least(0, "run", self, "eval_windows patience"),
+            *_unless("run", self, "seed", "in [0, 2**63)", lambda seed: 0 <= seed < 2**63),
+            *_unless("run", self, "threads", "at least 1 (or none)", lambda n: n is None or n >= 1),
+            *_unless("run", self, "device", "auto, cpu, cuda, cuda:N or mps", _is_device),
+        ]
+        if self.overwrite and self.resume == "must":
+            found.append("run.overwrite=true starts anew, run.resume=must goes on: keep one")
+        return found
+
+
+def _is_device(name: str) -> bool:
+    return re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", name) is not None
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What a run says while it goes on; metrics.jsonl is always written."""
+
+    interval: Annotated[int, "steps between lines of metrics.jsonl"] = 10
+    wandb: Annotated[bool, "send the metrics to Weights & Biases too"] = False
+    project: Annotated[str, "the wandb project"] = "plainGPT"
+    sample_prompt: Annotated[str, "prompt of the sample at the end"] = ""
+    quiet: Annotated[bool, "no progress bar; warnings and the result only"] = False
+
+    def problems(self) -> list[str]:
+        found = _at_least(1, "log", self, "interval")
+        if self.wandb and not self.project:
+            found.append("log.project is empty: log.wandb=true needs the project's name")
+        return found
