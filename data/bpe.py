@@ -1,0 +1,82 @@
+"""Byte-level BPE: trained by `tokenizers`, encoded by tiktoken; and tiktoken's own encodings."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable
+
+import numpy as np
+
+from data.vocabulary import FILE, Tokenizer, described
+
+JSON_FILE = "tokenizer.json"  # Hugging Face's form
+RANKS_FILE = "ranks.tiktoken"  # tiktoken's form: one token (base64) and its rank a line
+END_OF_TEXT = "<|endoftext|>"
+
+# How text is cut before BPE: GPT-4's rules, spelled so that the regex engines of tiktoken and of
+# `tokenizers` agree. Runs of white space are bounded: tiktoken's engine overflows its stack on
+# `\s+(?!\S)` over a million spaces.
+SPLIT_PATTERN = (
+    r"'(?:[sdmtSDMT]|[lL][lL]|[vV][eE]|[rR][eE])"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+    r"|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s{0,64}[\r\n]+"
+    r"|\s{1,64}(?!\S)"
+    r"|\s"
+)
+
+
+def train_bpe(name: str, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
+    """A byte-level BPE of at most vocab_size ids, the end-of-text (the last id) included."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Trained
+
+    trained = Trained(models.BPE(ignore_merges=True))  # a whole word is taken as tiktoken does
+    trained.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    trained.add_special_tokens([END_OF_TEXT])
+    return own_bpe(name, trained.to_str(pretty=True))
+
+
+def own_bpe(name: str, tokenizer_json: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json that `train_bpe` wrote, encoding through tiktoken."""
+    vocabulary = json.loads(tokenizer_json)["model"]["vocab"]
+    to_byte = byte_of_character()
+    table = [b""] * len(vocabulary)
+    for characters, token in vocabulary.items():
+        table[token] = bytes(to_byte[c] for c in characters)
+    encoding = _encoding(name, SPLIT_PATTERN, {piece: i for i, piece in enumerate(table)})
+    return Tokenizer(
+        name=name,
+        table=[*table, b""],
+        eot=len(table),
+        encode_array=lambda text: encoding.encode_to_numpy(text, disallowed_special=()),
+        files={FILE: described("bpe", name=name), JSON_FILE: tokenizer_json},
+    )
+
+
+def _encoding(name: str, pattern: str, ranks: dict[bytes, int]):
+    import tiktoken
+
+    # No special tokens are given, so their text is plain text.
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+
+
+def byte_of_character() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte, reversed: the byte of a character."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}

@@ -1,0 +1,96 @@
+"""The options of the data, as plain values: no torch, so that reading a config never imports it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+TIKTOKEN_NAMES = (
+    "gpt2",
+    "r50k_base",
+    "p50k_base",
+    "p50k_edit",
+    "cl100k_base",
+    "o200k_base",
+    "o200k_harmony",
+)
+SMALLEST_BPE = 257  # every byte and the end-of-text
+LARGEST_BPE = 1_000_000
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, how it becomes ids, and how the ids become batches."""
+
+    source: Annotated[
+        str,
+        "stdlib, a file, folder or glob (text, .jsonl, .parquet, .bin), hub:OWNER/NAME[/SUBSET]"
+        "[@SPLIT], - (standard input), or a mixture A*0.7+B*0.3",
+    ] = "stdlib"
+    tokenizer: Annotated[
+        str, "char, byte, bpe:N, a tiktoken encoding (gpt2, cl100k_base, ...) or hf:FOLDER"
+    ] = "bpe:4096"
+    split: Annotated[
+        Literal["auto", "tail", "document"],
+        "validation text: the tail of the text, or whole documents by hash",
+    ] = "auto"
+    val_fraction: Annotated[float, "share of the text that validates"] = 0.05
+    text_field: Annotated[str, "field that holds the text (.jsonl, .parquet, hub)"] = "text"
+    errors: Annotated[Literal["strict", "replace"], "what to do with bytes that are no UTF-8"] = (
+        "strict"
+    )
+    windows: Annotated[
+        Literal["packed", "document"], "windows on a regular grid, or cut at document starts"
+    ] = "packed"
+    global_batch: Annotated[int, "windows a step, over all ranks"] = 32
+    micro_batch: Annotated[
+        int | None, "windows a forward on one rank; the whole global batch unless given"
+    ] = None
+    workers: Annotated[int | None, "processes that prepare the data; all cores unless given"] = None
+    prepared_dir: Annotated[str, "where prepared data is kept; data/prepared unless given"] = ""
+
+    def problems(self) -> list[str]:
+        """What is wrong, in plain words; an empty list if nothing is."""
+        found = []
+        if not self.source.strip():
+            found.append("data.source is empty: name a file, a folder, or stdlib")
+        found += tokenizer_problems(self.tokenizer)
+        if not 0 < self.val_fraction < 1:
+            found.append(f"data.val_fraction={self.val_fraction}: must lie between 0 and 1")
+        if not self.text_field:
+            found.append('data.text_field is empty: name the field, such as "text"')
+        if self.global_batch < 1:
+            found.append(f"data.global_batch={self.global_batch}: must be 1 or more")
+        if self.micro_batch is not None:
+            if self.micro_batch < 1:
+                found.append(f"data.micro_batch={self.micro_batch}: must be 1 or more")
+            elif self.global_batch >= 1 and self.global_batch % self.micro_batch:
+                found.append(
+                    f"data.micro_batch={self.micro_batch} does not divide "
+                    f"data.global_batch={self.global_batch}"
+                )
+        if self.workers is not None and self.workers < 0:
+            found.append(f"data.workers={self.workers}: must be 0 or more")
+        return found
+
+
+def tokenizer_problems(name: str) -> list[str]:
+    """What is wrong with a tokenizer's name."""
+    if name in ("char", "byte", *TIKTOKEN_NAMES):
+        return []
+    if re.fullmatch(r"hf:.+", name):
+        return []
+    if name.startswith("bpe"):
+        size = re.fullmatch(r"bpe:(\d+)", name)
+        if size and SMALLEST_BPE <= int(size[1]) <= LARGEST_BPE:
+            return []
+        return [
+            f"data.tokenizer={name}: bpe:N needs a vocabulary size N from {SMALLEST_BPE} to "
+            f"{LARGEST_BPE}, such as bpe:4096"
+        ]
+    known = ("char", "byte", "bpe:N", "hf:FOLDER", *TIKTOKEN_NAMES)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return [f"data.tokenizer={name} is unknown{hint}: use one of {', '.join(known)}"]
