@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from data.values import BOOLS, in_short, parse_value
@@ -63,15 +64,19 @@ class Arguments:
 
 def options_of(sections: Mapping[str, type]) -> list[Option]:
     """Every option of these sections, in the order of the fields."""
+    return [option for name, cls in sections.items() for option in _options_of(name, cls)]
+
+
+@cache
+def _options_of(section: str, cls: type) -> list[Option]:
     found = []
-    for section, cls in sections.items():
-        hints = get_type_hints(cls, include_extras=True)
-        for field in fields(cls):
-            annotation, text = _without_help(hints[field.name])
-            default = field.default if field.default is not MISSING else None
-            if field.default_factory is not MISSING:
-                default = field.default_factory()
-            found.append(Option(section, field.name, annotation, text, default))
+    hints = get_type_hints(cls, include_extras=True)  # slow, hence the cache
+    for field in fields(cls):
+        annotation, text = _without_help(hints[field.name])
+        default = field.default if field.default is not MISSING else None
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        found.append(Option(section, field.name, annotation, text, default))
     return found
 
 

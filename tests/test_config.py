@@ -1,0 +1,537 @@
+"""The config of a run: file, overrides, problems, JSON, and what a resume may change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data.options import ConfigError, parse_arguments
+from model.config import ModelConfig
+from training import resume
+from training.config import (
+    ELSEWHERE,
+    OPTIONS,
+    SECTIONS,
+    Config,
+    differences,
+    from_json,
+    load_config,
+    options_table,
+    to_json,
+)
+from training.resume import resume_problems, resumed
+from training.sections import OptimConfig, RunConfig
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = sorted(ROOT.glob("config/*.py"))
+PLAIN = "from training.config import *\nconfig = Config()\n"
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """load(*overrides, text=...) -> the config of a file with that text."""
+    monkeypatch.chdir(tmp_path)
+
+    def load_text(*overrides: str, text: str = PLAIN) -> Config:
+        Path("mine.py").write_text(text)
+        return load_config(["mine.py", *overrides])
+
+    return load_text
+
+
+@pytest.fixture
+def refusal(load):
+    """refusal(*overrides, text=...) -> what the ConfigError says."""
+
+    def refuse(*overrides: str, text: str = PLAIN) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load(*overrides, text=text)
+        return str(caught.value)
+
+    return refuse
+
+
+def options_of_type(annotation) -> list[str]:
+    return [name for name, option in OPTIONS.items() if option.annotation == annotation]
+
+
+def read(name: str, text: str):
+    """The value of one option as it is typed, without a look at its range."""
+    section = OPTIONS[name].section
+    arguments = parse_arguments([f"--{name}={text}"], SECTIONS)
+    assert not arguments.problems
+    return arguments.values[section][name]
+
+
+# What may be typed
+
+
+@pytest.mark.parametrize("name", options_of_type(float))
+def test_a_float_option_takes_a_whole_number(name):
+    assert read(name, "1") == 1.0
+    assert type(read(name, "1")) is float
+    assert read(name, "3e-4") == 0.0003
+
+
+@pytest.mark.parametrize("name", options_of_type(int))
+def test_a_whole_number_may_be_written_in_scientific_notation(name):
+    assert read(name, "1e3") == read(name, "1_000") == 1000
+    assert type(read(name, "1e3")) is int
+
+
+@pytest.mark.parametrize("name", options_of_type(int) + options_of_type(int | None))
+def test_half_a_step_is_refused(name, refusal):
+    full_name = OPTIONS[name].full_name
+    assert f"{full_name}=1.5: must be a whole number" in refusal(f"--{name}=1.5")
+
+
+@pytest.mark.parametrize("name", options_of_type(int | None))
+def test_what_is_derived_may_be_asked_for(name):
+    assert read(name, "none") is read(name, "auto") is None
+
+
+@pytest.mark.parametrize("name", options_of_type(bool))
+def test_a_flag_is_read_by_its_word(name, refusal):
+    assert [read(name, word) for word in ("false", "False", "0", "no")] == [False] * 4
+    assert [read(name, word) for word in ("true", "True", "1", "yes")] == [True] * 4
+    assert f"{OPTIONS[name].full_name}=maybe: must be true or false" in refusal(f"--{name}=maybe")
+
+
+@pytest.mark.parametrize("name", options_of_type(str))
+@pytest.mark.parametrize("text", ["2024", "1e3", "None", "true", "lr=3e-4", "a=b=", "-1", ""])
+def test_a_string_stays_a_string(name, text):
+    assert read(name, text) == text
+
+
+@pytest.mark.parametrize("name", [n for n, o in OPTIONS.items() if "Literal" in str(o.annotation)])
+def test_a_wrong_choice_lists_the_choices(name, refusal):
+    said = refusal(f"--{name}=fp8")
+    assert f"{OPTIONS[name].full_name}=fp8: must be " in said
+    for choice in OPTIONS[name].annotation.__args__:
+        assert str(choice) in said
+
+
+def test_a_value_may_stand_apart(load):
+    assert load("--global_batch", "8", "--out_dir", "2024").data.global_batch == 8
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if len(name) > 3])
+def test_a_misspelt_option_is_refused_with_the_nearest(name, refusal):
+    misspelt = name[:2] + name[3:]
+    assert f"--{misspelt} is not an option: did you mean --" in refusal(f"--{misspelt}=8")
+
+
+@pytest.mark.parametrize(("elsewhere", "here"), ELSEWHERE.items())
+def test_other_projects_names_lead_to_ours(elsewhere, here, refusal):
+    full_name = OPTIONS[here].full_name
+    assert f"--{elsewhere} is not an option: did you mean --{full_name}?" in refusal(
+        f"--{elsewhere}=1"
+    )
+
+
+def test_the_command_line_beats_the_file_and_the_file_the_default(load, capsys):
+    text = PLAIN.replace("Config()", "Config(run=RunConfig(compile=True, max_steps=7))")
+    assert load(text=text).run == RunConfig(out_dir="out/mine", compile=True, max_steps=7)
+    config = load("--compile=False", text=text)
+    assert (config.run.compile, config.run.max_steps) == (False, 7)
+    assert json.loads(to_json(config))["run"]["compile"] is False
+    with pytest.raises(SystemExit) as stop:
+        load("--compile=False", "--print_config", text=text)
+    assert stop.value.code == 0
+    assert from_json(capsys.readouterr().out) == config
+
+
+# Ranges
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--n_heads=3", "--d_model=64"], "model.n_heads=3"),
+        (["--n_heads=4", "--d_model=20"], "must be even"),
+        (["--dropout=1.5"], "model.dropout=1.5"),
+        (["--dropout=-0.1"], "model.dropout=-0.1"),
+        (["--n_layers=0"], "model.n_layers=0"),
+        (["--context_length=0"], "model.context_length=0"),
+        (["--vocab_size=0"], "model.vocab_size=0"),
+        (["--global_batch=0"], "data.global_batch=0"),
+        (["--micro_batch=0"], "data.micro_batch=0"),
+        (["--micro_batch=-4"], "data.micro_batch=-4"),
+        (["--val_fraction=1.5"], "data.val_fraction=1.5"),
+        (["--lr=0"], "optim.lr=0.0: must be above 0"),
+        (["--muon_lr=-1"], "optim.muon_lr=-1.0: must be above 0"),
+        (["--eps=0"], "optim.eps=0.0: must be above 0"),
+        (["--beta1=1"], "optim.beta1=1.0: must be in [0, 1)"),
+        (["--beta2=-0.1"], "optim.beta2=-0.1: must be in [0, 1)"),
+        (["--momentum=1"], "optim.momentum=1.0: must be in [0, 1)"),
+        (["--weight_decay=-1"], "optim.weight_decay=-1.0: must be at least 0"),
+        (["--grad_clip=-1"], "optim.grad_clip=-1.0: must be at least 0"),
+        (["--warmup_steps=-5"], "schedule.warmup_steps=-5: must be at least 0"),
+        (["--decay_fraction=1.1"], "schedule.decay_fraction=1.1: must be in [0, 1]"),
+        (["--min_lr_ratio=-0.1"], "schedule.min_lr_ratio=-0.1: must be in [0, 1]"),
+        (["--timeout=0"], "parallel.timeout=0.0: must be above 0"),
+        (["--max_steps=0"], "run.max_steps=0: must be at least 1"),
+        (["--eval_interval=0"], "run.eval_interval=0: must be at least 1"),
+        (["--checkpoint_interval=0"], "run.checkpoint_interval=0: must be at least 1"),
+        (["--keep_checkpoints=1"], "run.keep_checkpoints=1: must be at least 2"),
+        (["--eval_windows=-1"], "run.eval_windows=-1: must be at least 0"),
+        (["--patience=-1"], "run.patience=-1: must be at least 0"),
+        (["--threads=0"], "run.threads=0: must be at least 1"),
+        (["--seed=-1"], "run.seed=-1: must be in [0, 2**63)"),
+        (["--seed=9223372036854775808"], "run.seed=9223372036854775808: must be in"),
+        (["--device=gpu"], "run.device=gpu: must be auto, cpu, cuda, cuda:N or mps"),
+        (["--device=cuda:"], "run.device=cuda:: must be"),
+        (["--resume=must", "--overwrite"], "run.overwrite=true starts anew, run.resume=must"),
+        (["--interval=0"], "log.interval=0: must be at least 1"),
+        (["--wandb", "--project="], "log.project is empty"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(overrides, said, refusal):
+    assert said in refusal(*overrides)
+
+
+@pytest.mark.parametrize(("whole", "part"), [(32, 5), (8, 16), (7, 2)])
+def test_a_micro_batch_that_does_not_divide_is_refused_with_both_numbers(whole, part, refusal):
+    said = refusal(f"--global_batch={whole}", f"--micro_batch={part}")
+    assert f"data.micro_batch={part}" in said
+    assert f"data.global_batch={whole}" in said
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "--grad_clip=0",
+        "--warmup_steps=0",
+        "--warmup_steps=5000",
+        "--decay_fraction=1",
+        "--decay_fraction=0",
+        "--eval_windows=0",
+        "--threads=1",
+        "--seed=0",
+        "--seed=9223372036854775807",
+        "--device=cuda:1",
+        "--device=mps",
+        "--micro_batch=1",
+        "--micro_batch=32",
+        "--beta1=0",
+        "--dropout=0",
+        "--max_steps=1",
+    ],
+)
+def test_the_ends_of_the_ranges_are_allowed(override, load):
+    load(override)
+
+
+def test_all_problems_are_told_at_once(refusal):
+    said = refusal("--dropout=2", "--global_batch=0", "--lr=x", "--eval_interval=0", "--seeed=1")
+    for part in ("dropout=2", "global_batch=0", "lr=x", "eval_interval=0", "--seeed is not"):
+        assert part in said
+    assert len(said.splitlines()) == 5
+
+
+# The file
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("config = 3\n", "mine.py: must bind config = Config(...)"),
+        ("x = 3\n", "mine.py: must bind config = Config(...)"),
+        ("config = (\n", "mine.py: line 1: '(' was never closed"),
+        ("a\0b", "mine.py: "),
+        ("import nothing_of_that_name\n", "mine.py: line 1: ModuleNotFoundError: No module named"),
+        ("x = 1\nconfig = Config()\n", "mine.py: line 2: NameError: name 'Config' is not defined"),
+        (PLAIN + "bach_size = 8\n", "mine.py: line 3: bach_size is set and never used: did you"),
+        (PLAIN + "bach_size = 8\n", "DataConfig(global_batch=...)?"),
+        (PLAIN + "learning_rate: float = 3e-4\n", "OptimConfig(lr=...)?"),
+        (PLAIN + "max_steps, T = 5, 64\n", "RunConfig(max_steps=...)?"),
+        (PLAIN + "model = ModelConfig(n_layers=2)\n", "did you mean Config(model=model)?"),
+        (PLAIN.replace("()", "(max_steps=3)"), "line 2: TypeError: "),
+        (PLAIN.replace("()", "(max_steps=3)"), "did you mean RunConfig(max_steps=...)?"),
+        (
+            PLAIN.replace("()", "(data=DataConfig(bach_size=8))"),
+            "'bach_size': did you mean DataConfig(global_batch=...)?",
+        ),
+        (PLAIN.replace("()", "(run=OptimConfig())"), "must be RunConfig(...)"),
+        (
+            PLAIN.replace("()", "(run=RunConfig(max_steps='3'))"),
+            "run.max_steps='3': must be a whole number",
+        ),
+        (
+            PLAIN.replace("()", "(run=RunConfig(compile='False'))"),
+            "run.compile='False': must be true or false",
+        ),
+        (
+            PLAIN.replace("()", "(optim=OptimConfig(lr=float('nan')))"),
+            "optim.lr=nan: must be a finite number",
+        ),
+    ],
+)
+def test_a_wrong_file_gets_one_clear_line(text, said, refusal):
+    text = refusal(text=text)
+    assert said in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_name_that_the_file_uses_is_no_mistake(load):
+    text = PLAIN + "lr = 1\nT = 64\nconfig = Config(optim=OptimConfig(lr=lr))\n"
+    config = load(text=text)
+    assert config.optim.lr == 1.0
+    assert type(config.optim.lr) is float
+
+
+@pytest.mark.parametrize("path", ["nope.py", ".", "nope/nope.py", "x" * 5000, "a\0b"])
+def test_a_missing_file_is_told(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError) as caught:
+        load_config([path])
+    assert "no such file; there are config/debug.py, " in str(caught.value)
+
+
+def test_no_file_gives_the_usage():
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--lr=x"])
+    said = str(caught.value)
+    assert "CONFIG is missing" in said
+    assert "optim.lr=x" in said
+    assert "usage: python train.py CONFIG" in said
+
+
+def test_help_needs_no_file(capsys):
+    with pytest.raises(SystemExit) as stop:
+        load_config(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for name, option in OPTIONS.items():
+        assert f"--{name}=" in text
+        assert option.help and option.help in text
+    assert "--print_config" in text
+
+
+def test_the_folder_is_named_after_the_file_unless_given(load):
+    assert load().run.out_dir == "out/mine"
+    assert load("--out_dir=2024").run.out_dir == "2024"
+
+
+def test_a_config_may_derive_from_another(load):
+    text = (
+        "from dataclasses import replace\nfrom config.debug import config as base\n"
+        "config = replace(base, run=replace(base.run, max_steps=3))\n"
+    )
+    config = load(text=text)
+    assert config.run.max_steps == 3
+    assert config.run.out_dir == "out/mine"
+    assert config.model.n_layers == 2
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_config_loads_and_says_what_it_is_for(path):
+    config = load_config([str(path)])
+    assert config.run.out_dir == f"out/{path.stem}"
+    assert from_json(to_json(config)) == config
+    head = path.read_text().split('"""')[1]
+    assert f"train.py config/{path.name}" in head
+    assert 3 <= len(head.strip().splitlines()) <= 6
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "llama_124m"])
+def test_a_config_for_many_ranks_can_be_summed_exactly(name):
+    data = load_config([str(ROOT / f"config/{name}.py")]).data
+    micro_batches = data.global_batch // data.micro_batch
+    assert micro_batches % 8 == 0
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(OPTIONS)) | st.text(max_size=8), st.text(max_size=8)).map(
+            lambda pair: f"--{pair[0]}={pair[1]}"
+        )
+        | st.tuples(
+            st.sampled_from(sorted(OPTIONS)),
+            st.integers().map(str) | st.floats().map(str) | st.just("true"),
+        ).map(lambda pair: f"--{pair[0]}={pair[1]}")
+        | st.text(max_size=8),
+        max_size=4,
+    )
+)
+def test_any_overrides_give_a_config_or_one_clear_error(overrides):
+    try:
+        config = load_config([str(ROOT / "config/debug.py"), *overrides])
+    except ConfigError as error:
+        assert error.problems
+    except SystemExit as stop:
+        assert stop.code == 0
+    else:
+        assert config.problems() == []
+        assert from_json(to_json(config)) == config
+
+
+# JSON
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "run.json is not JSON"),
+        ("[]", "must hold an object of sections"),
+        ('{"run": 3}', "must hold an object of sections"),
+        ('{"run": {"max_step": 3}}', "unknown option run.max_step"),
+        ('{"runs": {}}', "unknown section runs"),
+        ('{"run": {"max_steps": "3"}}', "run.max_steps='3': must be a whole number"),
+        ('{"optim": {"lr": NaN}}', "optim.lr=nan: must be a finite number"),
+        ('{"run": {"dtype": "fp8"}}', "run.dtype='fp8': must be auto or"),
+        ('{"run": {"compile": 0}}', "run.compile=0: must be true or false"),
+    ],
+)
+def test_a_wrong_run_json_is_refused_by_name(text, said):
+    with pytest.raises(ConfigError, match=said):
+        from_json(text)
+
+
+def test_run_json_may_be_older_than_an_option():
+    assert from_json({"run": {"max_steps": 3}}) == Config(run=RunConfig(max_steps=3))
+
+
+def test_whole_numbers_in_run_json_become_floats():
+    assert type(from_json({"optim": {"lr": 1}}).optim.lr) is float
+
+
+def test_differences_name_the_option_and_both_values():
+    a = Config()
+    b = replace(a, optim=OptimConfig(lr=0.5), run=RunConfig(seed=7))
+    assert differences(a, b) == [("optim.lr", 1e-3, 0.5), ("run.seed", 1, 7)]
+    assert differences(a, a) == []
+
+
+def test_the_table_has_every_option_in_a_row_of_its_own():
+    rows = options_table().splitlines()[2:]
+    assert len(rows) == len(OPTIONS)
+    for row, option in zip(rows, OPTIONS.values(), strict=True):
+        cells = row.replace(r"\|", "/").split("|")
+        assert len(cells) == 5
+        assert option.full_name in cells[1]
+        assert option.help in cells[3]
+
+
+# Resume
+
+
+def test_every_option_has_one_place_among_those_that_a_resume_may_change():
+    for option in OPTIONS.values():
+        patterns = [*resume.FREE, *resume.WITH_MUST, *resume.FIXED]
+        matching = [pattern for pattern in patterns if fnmatch(option.full_name, pattern)]
+        assert len(matching) == 1, f"{option.full_name} is in {matching}"
+
+
+def changed(config: Config, full_name: str, value) -> Config:
+    section, _, leaf = full_name.partition(".")
+    return replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("log.interval", 5),
+        ("log.quiet", True),
+        ("run.eval_interval", 5),
+        ("run.checkpoint_interval", 5),
+        ("run.keep_checkpoints", 9),
+        ("run.out_dir", "elsewhere"),
+        ("run.resume", "must"),
+        ("data.workers", 1),
+        ("parallel.timeout", 5.0),
+    ],
+)
+def test_a_resume_may_change_what_no_number_depends_on(name, value):
+    saved = Config()
+    asked = changed(saved, name, value)
+    assert resume_problems(saved, asked, must=False) == []
+    assert resumed(saved, asked) == asked
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("optim.lr", 0.5),
+        ("schedule.decay_fraction", 0.1),
+        ("schedule.schedule", "cosine"),
+        ("run.max_steps", 2000),
+        ("run.threads", 7),
+        ("run.dtype", "float32"),
+        ("run.device", "cpu"),
+        ("run.compile", True),
+        ("parallel.reduction", "fast"),
+        ("data.micro_batch", 8),
+    ],
+)
+def test_a_resume_changes_the_recipe_only_when_told(name, value):
+    saved = Config()
+    asked = changed(saved, name, value)
+    old = dict((n, a) for n, a, _ in differences(saved, asked))[name]
+    assert resume_problems(saved, asked, must=False) == [
+        f"{name}: the run has {old!r}, asked for {value!r}",
+        "to carry on with the new values: --resume=must",
+        "to start anew and move the old run aside: --overwrite=true",
+    ]
+    assert resume_problems(saved, asked, must=True) == []
+    assert resumed(saved, asked) == asked
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.n_layers", 2),
+        ("model.context_length", 512),
+        ("model.dropout", 0.1),
+        ("data.tokenizer", "char"),
+        ("data.source", "other.txt"),
+        ("data.global_batch", 64),
+        ("run.seed", 2),
+        ("optim.optimizer", "muon"),
+    ],
+)
+@pytest.mark.parametrize("must", [False, True])
+def test_a_resume_never_changes_what_the_checkpoint_was_made_for(name, value, must):
+    saved = Config()
+    asked = changed(saved, name, value)
+    lines = resume_problems(saved, asked, must)
+    assert lines[0].startswith(f"{name}: the run has ")
+    assert lines[0].endswith(f", asked for {value!r}")
+    assert lines[1] == f"{name}: fixed once a run has begun"
+    assert "--overwrite=true" in lines[2]
+    assert resumed(saved, asked) == saved
+
+
+def test_a_resume_lists_every_difference():
+    saved = Config()
+    asked = replace(saved, model=ModelConfig(n_layers=2, d_model=64), optim=OptimConfig(lr=0.5))
+    lines = resume_problems(saved, asked, must=False)
+    assert [line.partition(":")[0] for line in lines[:3]] == [
+        "model.n_layers",
+        "model.d_model",
+        "optim.lr",
+    ]
+    assert "model.n_layers, model.d_model: fixed" in lines[3]
+    assert len(resume_problems(saved, asked, must=True)) == 4
+
+
+def test_what_is_left_to_be_derived_is_no_difference_and_stays_as_it_was():
+    asked = Config()
+    model = asked.model.resolved(4096)
+    run = replace(asked.run, threads=2, device="cpu", dtype="float32", attention="sdpa")
+    data = replace(asked.data, micro_batch=8)
+    saved = replace(asked, model=model, run=run, data=data)
+    assert resume_problems(saved, asked, must=False) == []
+    assert resumed(saved, asked) == saved
+
+
+def test_the_ranks_that_are_there_decide_the_mode():
+    saved = changed(Config(), "parallel.mode", "none")
+    assert resumed(saved, Config()).parallel.mode == "auto"

@@ -1,0 +1,390 @@
+"""Options: values by annotation, the command line, help, and exit codes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Literal, Optional
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.options import (
+    ConfigError,
+    exit_code_of,
+    help_text,
+    options_of,
+    parse_arguments,
+    parse_options,
+    parse_sections,
+)
+from data.values import conform, parse_value
+
+
+@dataclass(frozen=True)
+class Paint:
+    """A section of every kind of option."""
+
+    colour: Annotated[str, "what it looks like"] = "red"
+    layers: Annotated[int, "how many coats"] = 2
+    gloss: Annotated[float, "how shiny"] = 0.5
+    dry: Annotated[bool, "wait for it"] = False
+    base: Annotated[Literal["oil", "water"], "what it is made of"] = "oil"
+    cores: Annotated[int | None, "how many painters"] = None
+    size: Annotated[int | None | Literal["auto"], "how much at once"] = None
+    tags: Annotated[tuple[str, ...], "labels"] = ()
+
+    def problems(self) -> list[str]:
+        return [] if self.layers > 0 else [f"layers={self.layers}: must be above 0"]
+
+
+def paint(*argv: str) -> Paint:
+    return parse_options(argv, Paint, usage="paint [--name=value ...]")[0]
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        paint(*argv)
+    return str(caught.value)
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "value"),
+    [
+        (int, "1000", 1000),
+        (int, "1_000", 1000),
+        (int, "1e3", 1000),
+        (int, "-5", -5),
+        (int, str(2**60 + 1), 2**60 + 1),
+        (float, "1", 1.0),
+        (float, "3e-4", 0.0003),
+        (float, "-.5", -0.5),
+        (str, "2024", "2024"),
+        (str, "1e3", "1e3"),
+        (str, "None", "None"),
+        (str, "", ""),
+        (Literal["oil", "water"], "oil", "oil"),
+        (Literal[1, 2], "2", 2),
+        (int | None, "7", 7),
+        (int | None, "none", None),
+        (int | None, "Auto", None),
+        (Optional[int], "none", None),  # noqa: UP045
+        (int | None | Literal["auto"], "auto", "auto"),
+        (int | None | Literal["auto"], "none", None),
+        (int | None | Literal["auto"], "3", 3),
+        (tuple[str, ...], "a,b", ("a,b",)),
+        (tuple[int, ...], "1e3", (1000,)),
+    ],
+)
+def test_a_value_is_read_by_its_annotation(annotation, text, value):
+    read = parse_value(annotation, text, "x")
+    assert read == value
+    assert type(read) is type(value)
+
+
+@pytest.mark.parametrize("word", ["true", "True", "TRUE", "1", "yes", "Yes"])
+def test_words_for_true(word):
+    assert parse_value(bool, word, "x") is True
+
+
+@pytest.mark.parametrize("word", ["false", "False", "FALSE", "0", "no", "No"])
+def test_words_for_false(word):
+    assert parse_value(bool, word, "x") is False
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "allowed"),
+    [
+        (int, "1.5", "whole number"),
+        (int, "", "whole number"),
+        (int, "1e400", "whole number"),
+        (int, "1e17", "whole number"),  # a float of this size is not exact
+        (int, "nan", "whole number"),
+        (int, "true", "whole number"),
+        (int, "9" * 5000, "whole number"),
+        (float, "x", "finite number"),
+        (float, "nan", "finite number"),
+        (float, "-inf", "finite number"),
+        (float, "1e999", "finite number"),
+        (bool, "maybe", "true or false"),
+        (bool, "", "true or false"),
+        (bool, "2", "true or false"),
+        (Literal["oil", "water"], "Oil", "oil or water"),
+        (int | None, "nine", "whole number (such as 1000 or 1e3) or none"),
+        (int | None | Literal["auto"], "automatic", "or auto"),
+        (tuple[int, ...], "a", "whole number"),
+    ],
+)
+def test_a_refused_value_names_the_option_the_text_and_what_is_allowed(annotation, text, allowed):
+    with pytest.raises(ValueError) as caught:
+        parse_value(annotation, text, "some.option")
+    assert str(caught.value).startswith(f"some.option={text}: must be ")
+    assert allowed in str(caught.value)
+
+
+def test_a_refused_value_stays_on_one_line():
+    with pytest.raises(ValueError) as caught:
+        parse_value(int, "two\nlines", "x")
+    assert str(caught.value).startswith(r"x='two\nlines': must be")
+
+
+@given(st.integers())
+def test_every_integer_is_read_exactly(number):
+    assert parse_value(int, str(number), "x") == number
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_every_finite_float_is_read_exactly(number):
+    assert parse_value(float, repr(number), "x") == number
+
+
+@given(st.text())
+def test_a_string_stays_as_it_was_typed(text):
+    assert parse_value(str, text, "x") == text
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "conformed"),
+    [
+        (float, 1, 1.0),
+        (tuple[str, ...], ["a"], ("a",)),
+        (int | None, None, None),
+        (float | None, 2, 2.0),
+        (Literal["a"], "a", "a"),
+        (bool, True, True),
+    ],
+)
+def test_a_config_value_becomes_its_annotations_type(annotation, value, conformed):
+    result = conform(annotation, value, "x")
+    assert result == conformed
+    assert type(result) is type(conformed)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value"),
+    [
+        (int, 1.0),
+        (int, True),
+        (int, "1"),
+        (float, True),
+        (float, "1"),
+        (float, float("nan")),
+        (float, 10**400),
+        (bool, 0),
+        (bool, "false"),
+        (str, None),
+        (str, b"x"),
+        (Literal["a"], ["a"]),
+        (Literal[1], True),
+        (int | None, "none"),
+        (tuple[str, ...], "ab"),
+        (tuple[str, ...], [1]),
+    ],
+)
+def test_a_config_value_of_another_type_is_refused(annotation, value):
+    with pytest.raises(ValueError, match="^some.option=.*: must be "):
+        conform(annotation, value, "some.option")
+
+
+# The command line
+
+
+def test_nothing_typed_gives_the_defaults():
+    assert paint() == Paint()
+
+
+@pytest.mark.parametrize("argv", [["--layers=3"], ["--layers", "3"], ["--layers=3", "--layers=3"]])
+def test_a_value_follows_the_sign_or_the_name(argv):
+    assert paint(*argv).layers == 3
+
+
+@pytest.mark.parametrize("text", ["a=b", "lr=3e-4", "=", "--x", "-1", "", "a b", "--help"])
+def test_the_first_sign_of_equality_ends_the_name(text):
+    assert paint(f"--colour={text}").colour == text
+
+
+@pytest.mark.parametrize("text", ["-1", "-.5", "-", "- item"])
+def test_a_value_of_its_own_may_begin_with_a_dash_that_no_letter_follows(text):
+    assert paint("--colour", text).colour == text
+
+
+def test_a_flag_alone_is_true_and_takes_only_a_word_for_true_or_false():
+    argv = ["--dry", "wall", "--layers=1"]
+    options, rest = parse_options(argv, Paint, usage="u", positionals=["PLACE"])
+    assert (options.dry, rest) == (True, ["wall"])
+    assert paint("--dry").dry is True
+    assert paint("--dry", "false").dry is False
+    assert paint("--dry", "no", "--layers=1").dry is False
+
+
+def test_a_repeatable_option_collects_in_order():
+    assert paint("--tags=b", "--tags", "a", "--tags=b").tags == ("b", "a", "b")
+
+
+def test_two_values_for_one_option_are_refused():
+    assert "--layers is given twice" in refusal("--layers=3", "--layers=4")
+
+
+@pytest.mark.parametrize("argv", [["--layers"], ["--layers", "--dry"], ["--layers", "-x"]])
+def test_a_missing_value_is_told(argv):
+    assert "--layers needs a value: --layers=VALUE" in refusal(*argv)
+
+
+@pytest.mark.parametrize("typed", ["--layer=3", "--layers_=3", "--Layers=3", "--paint.layers=3"])
+def test_a_misspelt_option_is_refused_with_the_nearest(typed):
+    name = typed.partition("=")[0]
+    assert f"{name} is not an option: did you mean --layers?" in refusal(typed)
+
+
+def test_a_misspelt_option_takes_its_value_along():
+    problems = refusal("--layer", "3").splitlines()
+    assert problems == [
+        "--layer is not an option: did you mean --layers?",
+        "usage: paint [--name=value ...]",
+    ]
+
+
+@pytest.mark.parametrize("typed", ["--zzzz", "--", "---", "--=3", "-x", "-layers=3"])
+def test_what_is_like_nothing_is_refused_too(typed):
+    assert " is not an option: " in refusal(typed)
+
+
+def test_a_dash_for_an_underscore_is_understood_as_a_mistake():
+    arguments = parse_arguments(["--out-dir=x"], {"run": _with_out_dir()})
+    assert arguments.problems == ["--out-dir is not an option: did you mean --run.out_dir?"]
+
+
+def _with_out_dir() -> type:
+    @dataclass
+    class Run:
+        out_dir: str = ""
+
+    return Run
+
+
+def test_all_mistakes_are_told_at_once():
+    text = refusal("--layers=0", "--gloss=much", "--bse=oil", "extra")
+    assert text.splitlines() == [
+        "gloss=much: must be a finite number (such as 0.1 or 3e-4)",
+        "--bse is not an option: did you mean --base?",
+        "unexpected argument 'extra'",
+        "layers=0: must be above 0",
+        "usage: paint [--name=value ...]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "given_", "problem"),
+    [
+        (["RUN"], [], "RUN is missing"),
+        (["RUN"], ["a", "b"], "unexpected argument 'b'"),
+        (["[RUN]"], [], None),
+        (["[RUN]"], ["a"], None),
+        (["RUN..."], [], "RUN... is missing"),
+        (["RUN..."], ["a", "b", "c"], None),
+        (["[RUN...]"], [], None),
+        (["RUN", "OUT"], ["a"], "OUT is missing"),
+        ([], ["-5"], "unexpected argument '-5'"),
+    ],
+)
+def test_positional_arguments_are_counted(names, given_, problem):
+    problems = parse_arguments(given_, {"": Paint}, positionals=names).problems
+    assert problems == ([problem] if problem else [])
+
+
+def test_sections_may_be_named_or_left_out():
+    sections = {"paint": Paint, "": _with_out_dir()}
+    argv = ["--paint.layers=3", "--out_dir=2024", "--gloss=1"]
+    parsed, _ = parse_sections(argv, sections, usage="u")
+    assert parsed["paint"] == Paint(layers=3, gloss=1.0)
+    assert parsed[""].out_dir == "2024"
+
+
+@given(st.lists(st.text() | st.sampled_from(["--layers", "--dry", "--tags=", "--size=auto"])))
+def test_any_command_line_gives_options_or_one_clear_error(argv):
+    try:
+        paint(*argv)
+    except ConfigError as error:
+        assert error.problems
+    except SystemExit as stop:
+        assert stop.code == 0
+        assert "--help" in argv or "-h" in argv
+
+
+# Help
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--layers=wrong", "--help"]])
+def test_help_lists_every_option_with_type_default_and_one_line(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        paint(*argv)
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for option in options_of({"": Paint}):
+        line = next(line for line in text.splitlines() if f"--{option.name}=" in line)
+        assert option.help in line
+    assert "--cores=INT|none" in text
+    assert "--base=oil|water" in text
+    assert "how shiny [0.5]" in text
+    assert "wait for it [false]" in text
+
+
+def test_help_keeps_long_options_apart_from_their_text():
+    @dataclass
+    class Wide:
+        a_very_long_name: Annotated[Literal["quite_long", "longer_still"], "what"] = "quite_long"
+
+    lines = help_text("u", {"": Wide}).splitlines()
+    assert lines[-2].strip() == "--a_very_long_name=quite_long|longer_still"
+    assert lines[-1].split() == ["what", "[quite_long]"]
+
+
+# Exit codes
+
+
+def run_main(body: str) -> subprocess.CompletedProcess[str]:
+    code = f"from data.options import *\ndef main(argv):\n    {body}\nrun_command(main)"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("return None", 0, ""),
+        ("return 4", 4, ""),
+        ("raise ConfigError(['one', 'two'])", 2, "error: one\nerror: two\n"),
+        ("raise ConfigError('only')", 2, "error: only\n"),
+        ("raise OSError(28, 'No space left on device')", 5, "error: [Errno 28] No space left"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("raise SystemExit(7)", 7, ""),
+        ("raise RuntimeError('a bug')", 1, "Traceback"),
+        ("raise FileNotFoundError(2, 'no such file')", 1, "Traceback"),
+        ("raise BrokenPipeError", 141, ""),
+    ],
+)
+def test_an_error_becomes_its_exit_code(body, code, said):
+    ended = run_main(body)
+    assert ended.returncode == code
+    assert ended.stderr.startswith(said) if said else ended.stderr == ""
+
+
+@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG"])
+def test_a_disk_that_cannot_be_written_is_5(name):
+    number = getattr(errno, name)
+    assert exit_code_of(OSError(number, os.strerror(number))) == 5
+
+
+def test_an_error_brings_its_own_code():
+    class Held(Exception):
+        exit_code = 6
+
+    assert exit_code_of(Held()) == 6
+    assert exit_code_of(OSError(errno.ENOENT, "no such file")) == 1
+    assert exit_code_of(ConfigError("x")) == 2
