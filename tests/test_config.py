@@ -535,3 +535,20 @@ def test_what_is_left_to_be_derived_is_no_difference_and_stays_as_it_was():
 def test_the_ranks_that_are_there_decide_the_mode():
     saved = changed(Config(), "parallel.mode", "none")
     assert resumed(saved, Config()).parallel.mode == "auto"
+
+
+@pytest.mark.parametrize(("old", "new"), [("cuda", "cuda:1"), ("cuda:0", "cuda")])
+def test_a_resume_may_take_another_gpu(old, new):
+    saved, asked = (changed(Config(), "run.device", device) for device in (old, new))
+    assert resume_problems(saved, asked, must=False) == []
+    assert resumed(saved, asked).run.device == new
+
+
+def test_a_model_that_came_with_its_weights_stays_as_it_came():
+    asked = changed(Config(), "run.init_from", "some/model")
+    saved = replace(asked, model=ModelConfig(n_layers=9, d_model=64).resolved(300))
+    assert resume_problems(saved, asked, must=False) == []
+    assert resumed(saved, asked) == saved
+    asked = changed(asked, "model.n_layers", 8)
+    assert resume_problems(saved, asked, must=True)[0].startswith("model.n_layers: the run has 9")
+    assert resume_problems(replace(saved, run=RunConfig()), Config(), must=True)

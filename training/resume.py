@@ -6,7 +6,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
 
-from training.config import Config, differences
+from training.config import OPTIONS, Config, differences
 
 # Free: nothing that the run computes depends on it.
 FREE = (
@@ -65,21 +65,31 @@ def _is_in(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def _is_open(asked: Any) -> bool:
-    # Left to be derived: then the value that the run derived when it began holds.
-    return asked is None or asked == "auto"
+def _is_open(asked: Config, name: str, value: Any) -> bool:
+    """Whether `asked` leaves the option to what the run settled on when it began."""
+    if value is None or value == "auto":
+        return True
+    inherited = bool(asked.run.init_from) and name.startswith("model.")
+    return inherited and value == OPTIONS[name.partition(".")[2]].default
+
+
+def _is_free(name: str, old: Any, new: Any) -> bool:
+    if name == "run.device":  # which of several GPUs is no part of the recipe
+        return old.partition(":")[0] == new.partition(":")[0]
+    return _is_in(name, FREE)
 
 
 def resume_problems(saved: Config, asked: Config, must: bool) -> list[str]:
     """Why the run with recipe `saved` cannot go on as `asked`: each difference, then the ways on.
 
-    saved: from run.json, resolved. asked: as typed, so that None and "auto" mean: as it was.
+    saved: from run.json, resolved. asked: as typed, so that None and "auto" mean: as it was; and so
+    do the model's defaults where `run.init_from` brought a model.
     must: whether `--resume=must` was given. Returns [] when the run may go on.
     """
     changed = [
         (name, old, new)
         for name, old, new in differences(saved, asked)
-        if not _is_in(name, FREE) and not _is_open(new)
+        if not _is_free(name, old, new) and not _is_open(asked, name, new)
     ]
     fixed = [difference for difference in changed if _is_in(difference[0], FIXED)]
     refused = fixed if must else changed
@@ -99,12 +109,11 @@ def resumed(saved: Config, asked: Config) -> Config:
 
     `parallel.mode` alone stays open: the ranks that are there decide it.
     """
-    values: dict[str, dict[str, Any]] = {}
+    config = saved
     for name, old, new in differences(saved, asked):
-        section, _, leaf = name.partition(".")
-        keep = _is_in(name, FIXED) or (_is_open(new) and name != "parallel.mode")
-        values.setdefault(section, {})[leaf] = old if keep else new
-    return replace(
-        saved,
-        **{section: replace(getattr(saved, section), **new) for section, new in values.items()},
-    )
+        stays_open = _is_open(asked, name, new) and name != "parallel.mode"
+        if not stays_open and not _is_in(name, FIXED):
+            section, _, leaf = name.partition(".")
+            values = replace(getattr(config, section), **{leaf: new})
+            config = replace(config, **{section: values})
+    return config
