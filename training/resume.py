@@ -110,7 +110,7 @@ def resumed(saved: Config, asked: Config) -> Config:
     `parallel.mode` alone stays open: the ranks that are there decide it.
     """
     config = saved
-    for name, old, new in differences(saved, asked):
+    for name, _, new in differences(saved, asked):
         stays_open = _is_open(asked, name, new) and name != "parallel.mode"
         if not stays_open and not _is_in(name, FIXED):
             section, _, leaf = name.partition(".")
