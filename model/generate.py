@@ -3,51 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from model.cache import KVCache
 from model.gpt import GPT
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How the next id is chosen. The defaults draw from the model's own distribution."""
-
-    temperature: Annotated[float, "0: always the likeliest; 1: the model's own odds"] = 1.0
-    top_k: Annotated[int, "draw among the k likeliest (0: all)"] = 0
-    top_p: Annotated[float, "draw among the likeliest that together hold this probability"] = 1.0
-    min_p: Annotated[float, "drop what is less likely than this times the likeliest"] = 0.0
-    repetition_penalty: Annotated[float, "above 1: what was said becomes less likely"] = 1.0
-    max_new_tokens: Annotated[int, "how many tokens to add at most"] = 200
-
-    def problems(self) -> list[str]:
-        """Everything wrong with these values, in plain words."""
-        found = []
-        if not 0.0 <= self.temperature < float("inf"):
-            found.append(f"temperature={self.temperature}: must be 0 (greedy) or above")
-        if self.top_k < 0:
-            found.append(f"top_k={self.top_k}: must be 0 (off) or above")
-        if not 0.0 < self.top_p <= 1.0:
-            found.append(f"top_p={self.top_p}: must be in (0, 1]; 1 is off")
-        if not 0.0 <= self.min_p <= 1.0:
-            found.append(f"min_p={self.min_p}: must be in [0, 1]; 0 is off")
-        if not 0.0 < self.repetition_penalty < float("inf"):
-            found.append(f"repetition_penalty={self.repetition_penalty}: must be above 0; 1 is off")
-        if self.max_new_tokens < 1:
-            found.append(f"max_new_tokens={self.max_new_tokens}: must be at least 1")
-        return found
+from model.sampling import SamplingConfig
 
 
 def next_distribution(logits: Tensor, settings: SamplingConfig, seen: Tensor | None) -> Tensor:
     """Probabilities the next id is drawn from, (B, V) float32, for a temperature above 0.
 
-    logits (B, V); seen (B, V) bool, the ids said so far, for the repetition penalty. Applied in this
-    order: repetition penalty, temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al.
-    2024).
+    logits (B, V); seen (B, V) bool, the ids said so far, for the repetition penalty. Applied in
+    this order: repetition penalty (Keskar et al. 2019), temperature, top-k, top-p (Holtzman et al.
+    2020), min-p (Nguyen et al. 2024).
     """
     logits = _penalised(logits.float(), settings, seen)
     # Subtracting the maximum first keeps a tiny temperature from overflowing.
@@ -79,7 +49,7 @@ def sample_next(
 
 
 def _penalised(logits: Tensor, settings: SamplingConfig, seen: Tensor | None) -> Tensor:
-    # Keskar et al. 2019: divide a positive logit, multiply a negative one.
+    # A positive logit is divided, a negative one multiplied: both become less likely.
     if settings.repetition_penalty == 1.0 or seen is None:
         return logits
     penalty = settings.repetition_penalty

@@ -163,8 +163,8 @@ def cross_entropy(x: Tensor, head: Tensor, targets: Tensor, reduction: Reduction
 
     x (B, T, C), head (V, C), targets (B, T). For a large vocabulary the logits (B, T, V) would
     dwarf the rest of the model, so they are made for CHUNK_TOKENS tokens at a time and made again
-    in backward. (Computing the gradient in forward would be cheaper, but then it is scaled after the
-    fact: in fp16 without GradScaler's factor, softmax / B T underflows to zero.)
+    in backward. (Computing the gradient in forward would be cheaper, but then it is scaled after
+    the fact: in fp16 without GradScaler's factor, softmax / B T underflows to zero.)
     """
     flat_x, flat_targets = x.flatten(0, 1), targets.flatten()
     if head.shape[0] < LARGE_VOCAB or flat_targets.numel() <= CHUNK_TOKENS:

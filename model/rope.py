@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, "RoFormer"), in the half-split layout.
 
 A head of width D is D/2 planes; plane i joins coordinate i with coordinate i + D/2. Position p
-turns plane i by the angle p / theta^(2i/D). A score q.k then depends on the positions' difference alone:
-turning both by p changes nothing.
+turns plane i by the angle p / theta^(2i/D). A score q.k then depends on the positions' difference
+alone: turning both by the same angle changes nothing.
 
 The paper pairs neighbours (2i, 2i+1); Hugging Face pairs halves. The two differ by a permutation of
 the projections' rows; halves let checkpoints move between here and there as they are.

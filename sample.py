@@ -1,0 +1,197 @@
+"""Continue a prompt: `python sample.py out/small --prompt "def "`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from data.options import ConfigError, parse_sections, run_command
+
+if TYPE_CHECKING:  # torch is imported once the command line is known to be right
+    from data.tokenizer import Tokenizer
+    from model.generate import SamplingConfig
+    from model.gpt import GPT
+
+USAGE = (
+    'python sample.py RUN [--name=value ...], such as: python sample.py out/small --prompt "def "'
+)
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """What to continue, how often, and where it runs."""
+
+    prompt: Annotated[str, "text to continue; empty: from the start of a document"] = ""
+    prompt_file: Annotated[str, "read the prompt from this file (UTF-8); -: standard input"] = ""
+    num_samples: Annotated[int, "continuations, drawn side by side"] = 1
+    seed: Annotated[int, "the same seed draws the same samples"] = 1
+    stop: Annotated[tuple[str, ...], "end at this text, which is not printed; may be repeated"] = ()
+    ignore_eot: Annotated[bool, "go on after the end of a document"] = False
+    stream: Annotated[bool, "print characters as they come (one sample only)"] = True
+    which: Annotated[str, "checkpoint: best, latest or a step; best if there is one"] = ""
+    device: Annotated[str, "auto, cpu, cuda, cuda:N or mps"] = "auto"
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], "of the matrix products"] = (
+        "float32"
+    )
+    threads: Annotated[int | None, "CPU threads; torch's choice unless given"] = None
+
+    def problems(self) -> list[str]:
+        """What is wrong, in plain words."""
+        found = []
+        if self.prompt and self.prompt_file:
+            found.append("prompt and prompt_file are both given: keep one")
+        if self.num_samples < 1:
+            found.append(f"num_samples={self.num_samples}: must be at least 1")
+        if not 0 <= self.seed < 2**63:
+            found.append(f"seed={self.seed}: must be in [0, 2**63)")
+        if any(text == "" for text in self.stop):
+            found.append("stop is empty: give the text to stop at")
+        if self.threads is not None and self.threads < 1:
+            found.append(f"threads={self.threads}: must be at least 1 (or none)")
+        return found
+
+
+def main(argv: list[str]) -> int:
+    """Read the options, the checkpoint and the prompt; print the continuations."""
+    from model.sampling import SamplingConfig
+
+    parsed, (run,) = parse_sections(
+        argv, {"": SampleOptions, "sampling": SamplingConfig}, usage=USAGE, positionals=["RUN"]
+    )
+    options, settings = parsed[""], parsed["sampling"]
+    prompt = read_prompt(options)
+
+    import torch
+
+    from training.distributed import pick_device
+    from training.precision import Precision
+    from training.startup import load_for_sampling
+
+    sys.stdout.reconfigure(errors="replace")  # a console that cannot show a character gets "?"
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    device = pick_device(options.device)
+    model, tokenizer = load_for_sampling(Path(run), options.which, device)
+    with Precision(getattr(torch, options.dtype), device.type).autocast():
+        write_samples(model, tokenizer, prompt, options, settings)
+    return 0
+
+
+def read_prompt(options: SampleOptions) -> str:
+    """The prompt's text. Raises ConfigError for a file that is not there or not UTF-8."""
+    if not options.prompt_file:
+        return options.prompt
+    try:
+        if options.prompt_file == "-":
+            raw = sys.stdin.buffer.read()
+        else:
+            raw = Path(options.prompt_file).read_bytes()
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start}"
+        raise ConfigError(f"prompt_file={options.prompt_file}: not UTF-8 at {where}") from error
+    except OSError as error:
+        raise ConfigError(f"prompt_file={options.prompt_file}: {error.strerror}") from error
+
+
+def write_samples(
+    model: GPT, tokenizer: Tokenizer, prompt: str, options: SampleOptions, settings: SamplingConfig
+) -> None:
+    """Print the continuations: one as it comes, several one after the other once they are done."""
+    pieces = continuations(model, tokenizer, prompt, options, settings)
+    if options.num_samples == 1 and options.stream:
+        print(prompt, end="", flush=True)
+        for _, text in pieces:
+            print(text, end="", flush=True)
+        print()
+        return
+    texts = [prompt] * options.num_samples
+    for row, text in pieces:
+        texts[row] += text
+    for number, text in enumerate(texts, start=1):
+        if options.num_samples > 1:
+            print(f"--- sample {number}")
+        print(text)
+
+
+def continuations(
+    model: GPT, tokenizer: Tokenizer, prompt: str, options: SampleOptions, settings: SamplingConfig
+) -> Iterator[tuple[int, str]]:
+    """Yield (sample number from 0, new text), interleaved, until every sample has ended."""
+    import torch
+
+    from data.tokenizer import StreamDecoder, start_ids
+    from model.generate import generate
+
+    device, context = next(model.parameters()).device, model.config.context_length
+    ids = tokenizer.encode(prompt) or start_ids(tokenizer)
+    if len(ids) > context:
+        print(
+            f"note: the prompt has {len(ids)} tokens; the model sees the last {context}",
+            file=sys.stderr,
+        )
+    eot = None if options.ignore_eot else tokenizer.eot
+    new_ids = generate(
+        model,
+        torch.tensor([ids] * options.num_samples, device=device),
+        settings,
+        torch.Generator(device).manual_seed(options.seed),
+        stop_id=eot,
+        n_ids=tokenizer.vocab_size,
+    )
+    rows = [Row(StreamDecoder(tokenizer), options.stop) for _ in range(options.num_samples)]
+    for column in new_ids:
+        for number, (row, token) in enumerate(zip(rows, column.tolist(), strict=True)):
+            text = row.push(token, ends=token == eot)
+            if text:
+                yield number, text
+        if all(row.ended for row in rows):
+            return
+    for number, row in enumerate(rows):
+        if not row.ended:
+            yield number, row.finish()
+
+
+class Row:
+    """One sample's way from ids to text: complete characters, and nothing of a stop string."""
+
+    def __init__(self, decoder, stops: tuple[str, ...]) -> None:
+        self.decoder, self.stops = decoder, stops
+        self.held = ""  # may be the beginning of a stop string
+        self.ended = False
+
+    def push(self, token: int, ends: bool = False) -> str:
+        """The text that this id makes certain; after the end, nothing more."""
+        if self.ended:
+            return ""
+        if ends:
+            return self.finish()
+        return self._certain(self.held + self.decoder.push(token))
+
+    def finish(self) -> str:
+        """What was held back, now that nothing follows."""
+        text = self._certain(self.held + self.decoder.finish())
+        self.ended = True
+        return text + self.held
+
+    def _certain(self, text: str) -> str:
+        places = [text.find(stop) for stop in self.stops if stop in text]
+        if places:
+            self.ended, self.held = True, ""
+            return text[: min(places)]
+        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` begin `stop`."""
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((n for n in sizes if text.endswith(stop[:n])), 0)
+
+
+if __name__ == "__main__":
+    run_command(main)

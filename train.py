@@ -1,0 +1,84 @@
+"""Train a GPT: `python train.py CONFIG [--name=value ...]`, or under torchrun on many ranks."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data.options import run_command
+from training.config import load_config
+
+if TYPE_CHECKING:  # torch takes a second to import: a mistake in the config is told before
+    from training.run import Run
+
+
+def main(argv: list[str]) -> int:
+    """config -> ranks -> folder -> data -> model -> optimizer -> resume -> loop -> sample.
+
+    Returns 0, or 128 + signal after saving. Mistakes and faults are exceptions that carry their own
+    exit code (data/options.py, run_command).
+    """
+    config = load_config(argv)
+
+    from training import startup
+    from training.checkpoint import Checkpoints
+    from training.distributed import join_ranks
+    from training.run import Run, finish, introduce, recording
+    from training.signals import Interrupts
+
+    with ExitStack() as stack:
+        ranks = join_ranks(config.parallel.mode, config.parallel.timeout)
+        stack.callback(ranks.close)
+        interrupts = stack.enter_context(Interrupts())
+        warn = print if ranks.first else _silent
+        say = _silent if config.log.quiet else warn
+
+        config, checkpoint = startup.open_run(config, ranks, stack, warn)
+        ranks.start(config.run.device)
+        data = startup.open_data(config, ranks, say)
+        config = startup.resolve(config, ranks, data.tokenizer.vocab_size, say)
+        startup.prepare_process(config)
+
+        model = startup.build_model(config, ranks, say)
+        setup = startup.build_setup(config, model, ranks, warn)
+        state = startup.restore(checkpoint, setup, data, say)
+        loader = startup.make_loader(config, data)
+        checkpoints = Checkpoints(Path(config.run.out_dir, "checkpoints"), warn)
+        run = Run(config, setup, data, loader, state, checkpoints, interrupts, say)
+        if run.finished and not run.evaluation_is_due:
+            warn(f"{run.folder} is finished: {state.step} steps, {run.outcome}")
+            return 0
+        with recording(run):
+            introduce(run)
+            train(run)
+        if ranks.first and not run.stopping:
+            finish(run)
+        return interrupts.exit_code
+
+
+def train(run: Run) -> None:
+    """The loop: evaluate, save, step, log, each when it is due, until done or asked to stop."""
+    from training.run import batches_from, log_step, run_evaluation, save, take_step
+
+    batches = batches_from(run)
+    while True:
+        if run.evaluation_is_due:
+            run_evaluation(run)
+        if run.stopping or run.finished:
+            break
+        if run.checkpoint_is_due:
+            save(run)
+        take_step(run, batches)
+        if run.state.step % run.config.log.interval == 0 or run.finished:
+            log_step(run)
+    save(run)
+    batches.close()
+
+
+def _silent(text: str) -> None:
+    """Ranks other than the first, and quiet runs, say nothing."""
+
+
+if __name__ == "__main__":
+    run_command(main)

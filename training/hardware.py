@@ -1,0 +1,74 @@
+"""What the hardware could do: the peak that MFU is a share of."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+# Dense bfloat16/float16 and float32 (TF32 off) peaks in FLOP/s, from the vendors' datasheets.
+PEAKS: dict[str, tuple[float, float]] = {
+    "B200": (2250e12, 75e12),
+    "H200": (989e12, 67e12),
+    "H100 PCIe": (756e12, 51e12),
+    "H100": (989e12, 67e12),
+    "A100": (312e12, 19.5e12),
+    "L40S": (362e12, 91.6e12),
+    "L4": (121e12, 30.3e12),
+    "A10": (125e12, 31.2e12),
+    "V100": (125e12, 15.7e12),
+    "T4": (65e12, 8.1e12),
+    "RTX 4090": (165e12, 82.6e12),
+    "RTX 3090": (71e12, 35.6e12),
+}
+
+
+def known_peak(gpu_name: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s of a GPU by the name that torch gives it; None if it is not in the table.
+
+    The longest matching name wins: "H100 PCIe" before "H100", "L40S" before "L4".
+    """
+    matches = [name for name in PEAKS if _is_named(name, gpu_name)]
+    if not matches:
+        return None
+    half, single = PEAKS[max(matches, key=len)]
+    return single if dtype == torch.float32 else half
+
+
+def _is_named(name: str, gpu_name: str) -> bool:
+    # Whole words: "A10" must not match "A100".
+    words = gpu_name.replace("-", " ").split()
+    return all(word in words for word in name.split())
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of one device, from the table for a known GPU, else measured by a matrix product.
+
+    None on a device that is neither known nor worth measuring.
+    """
+    if device.type == "cuda":
+        known = known_peak(torch.cuda.get_device_name(device), dtype)
+        return known or measured_peak(device, dtype, size=8192)
+    if device.type == "cpu":
+        return measured_peak(device, dtype, size=1024)
+    return None
+
+
+def measured_peak(
+    device: torch.device, dtype: torch.dtype, size: int = 1024, tries: int = 10
+) -> float:
+    """The best of some square matrix products, in FLOP/s (2 size^3 operations each)."""
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(tries):
+        _synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        _synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

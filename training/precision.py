@@ -1,0 +1,60 @@
+"""In which number format to compute: plain float32, or autocast to bfloat16 or float16.
+
+Weights, gradients and optimizer state are float32 always; autocast runs the matrix products in the
+narrow format. float16 has 5 exponent bits, so small gradients vanish: the loss is multiplied by a
+factor before backward and the gradients divided by it afterwards (Micikevicius et al. 2018).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from data.options import ConfigError
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A resolved dtype on a kind of device."""
+
+    dtype: torch.dtype
+    device_type: str
+
+    def autocast(self) -> AbstractContextManager:
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """Active for float16 alone; otherwise it passes everything through."""
+        return torch.amp.GradScaler(self.device_type, enabled=self.dtype == torch.float16)
+
+
+def pick_dtype(asked: str, device: torch.device) -> tuple[str, str]:
+    """The dtype to use and why, ("bfloat16", "the GPU has bfloat16 units").
+
+    Raises ConfigError for float16 on a CPU or an Apple GPU: slower there, and less exact.
+    """
+    if asked == "float16" and device.type != "cuda":
+        raise ConfigError(
+            f"run.dtype=float16 on {device.type}: it is made for CUDA GPUs; "
+            "use --dtype=float32, or bfloat16"
+        )
+    if asked != "auto":
+        return asked, "as asked"
+    if device.type == "cuda":
+        # torch says bfloat16 "works" on older GPUs too, where it is emulated and crawls.
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            return "bfloat16", "this GPU computes it natively"
+        return "float16", "this GPU has no bfloat16 units"
+    if device.type == "cpu" and cpu_has_bfloat16_units():
+        return "bfloat16", "this CPU has matrix units for it (AMX)"
+    return "float32", "no faster format on this hardware"
+
+
+def cpu_has_bfloat16_units() -> bool:
+    """AMX: without it, bfloat16 products on a CPU run at about half of float32's speed."""
+    probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(probe and probe())

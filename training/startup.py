@@ -1,0 +1,308 @@
+"""From a config to what the loop needs: the run's folder, the data, the model, what was saved."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from data.loader import BatchLoader
+from data.options import ConfigError
+from data.prepare import prepare
+from data.shards import Windows, read_meta
+from data.tokenizer import Tokenizer, load_tokenizer
+from model.config import ModelConfig
+from model.gpt import GPT
+from training.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    TrainState,
+    find_checkpoint,
+    load_checkpoint,
+    load_model_tensors,
+)
+from training.config import Config, from_json, to_json
+from training.distributed import Ranks, default_threads
+from training.folder import lock_folder, move_aside
+from training.optimizer import Optimizers
+from training.precision import Precision, pick_dtype
+from training.reduction import pick_reduction
+from training.resume import resume_problems, resumed
+from training.step import Setup
+
+Say = Callable[[str], None]
+
+
+def open_run(
+    config: Config, ranks: Ranks, stack: contextlib.ExitStack, say: Say
+) -> tuple[Config, Path | None]:
+    """Lock the run's folder and see whether to begin or to go on.
+
+    Returns the config to go on with and the checkpoint to go on from, if there is one. The lock is
+    held until `stack` closes.
+
+    Raises ConfigError if the run there has another recipe, FolderHeld if another process has it.
+    """
+
+    def look() -> dict[str, str]:
+        folder = Path(config.run.out_dir)
+        stack.enter_context(lock_folder(folder))
+        if config.run.overwrite and _holds_run(folder):
+            say(f"moved the old run to {move_aside(folder)}")
+            stack.enter_context(lock_folder(folder))
+        checkpoints = Checkpoints(folder / "checkpoints", say)
+        checkpoints.clean()
+        newest = checkpoints.newest()
+        if newest is None and config.run.resume == "must":
+            raise ConfigError(f"run.resume=must: {folder} holds no checkpoint to go on from")
+        saved = _saved_config(folder, newest)
+        if saved is None:
+            return {"config": to_json(inherit_model(config, say)), "checkpoint": ""}
+        problems = resume_problems(saved, config, config.run.resume == "must")
+        if problems:
+            raise ConfigError([f"{folder} holds a run with another recipe:", *problems])
+        path = str(newest.path) if newest else ""
+        return {"config": to_json(resumed(saved, config)), "checkpoint": path}
+
+    found = ranks.share(look, "opening the run's folder")
+    checkpoint = Path(found["checkpoint"]) if found["checkpoint"] else None
+    return from_json(found["config"]), checkpoint
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / "run.json").exists() or (folder / "checkpoints").exists()
+
+
+def _saved_config(folder: Path, newest: Checkpoint | None) -> Config | None:
+    if newest is not None:
+        return from_json(newest.run)
+    path = folder / "run.json"
+    return from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+@dataclass(frozen=True)
+class Data:
+    """The prepared data of a run."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    train: Windows
+    val: Windows
+    fingerprint: str
+    byte_lengths: np.ndarray  # (V,)
+
+
+def open_data(config: Config, ranks: Ranks, say: Say) -> Data:
+    """Prepare the data if it is not there (rank 0; the others wait), and open it."""
+    quiet = config.log.quiet
+    folder = Path(
+        ranks.share(
+            lambda: str(prepare(config.data, say=say, progress=not quiet)), "preparing the data"
+        )
+    )
+    T = config.model.context_length
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    train = Windows(folder, "train", T, config.data.windows)
+    val = Windows(folder, "val", T, config.data.windows)
+    lengths = np.asarray(tokenizer.byte_lengths())
+    return Data(folder, tokenizer, train, val, read_meta(folder).fingerprint, lengths)
+
+
+def resolve(config: Config, ranks: Ranks, vocab_size: int, say: Say) -> Config:
+    """Fill in everything that was left open, and say what was chosen where that is not plain."""
+    try:
+        model = config.model.resolved(vocab_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    micro_batch = config.data.micro_batch or max(1, config.data.global_batch // ranks.world)
+    n_micro = config.data.global_batch // micro_batch
+    if config.data.global_batch % micro_batch:
+        raise ConfigError(
+            f"data.global_batch={config.data.global_batch} windows do not spread evenly over "
+            f"{ranks.world} ranks: choose a multiple of {ranks.world}"
+        )
+    reduction = pick_reduction(config.parallel.reduction, n_micro, ranks)
+    dtype, why = pick_dtype(config.run.dtype, ranks.device)
+    threads = config.run.threads or default_threads(ranks.local_world)
+    attention = config.run.attention
+    if attention == "auto":
+        # On Apple GPUs the fused kernel has been silently wrong (non-contiguous and half inputs).
+        attention = "reference" if ranks.device.type == "mps" else "sdpa"
+    run = replace(
+        config.run, device=ranks.device.type, dtype=dtype, threads=threads, attention=attention
+    )
+    say(
+        f"device {ranks.device.type}, {dtype} ({why}), {threads} threads, "
+        f"attention {attention}, {ranks.world} rank{'s' * (ranks.world > 1)}"
+        + (f", {reduction} reduction" if ranks.world > 1 else "")
+    )
+    return replace(
+        config,
+        model=model,
+        data=replace(config.data, micro_batch=micro_batch),
+        parallel=replace(config.parallel, reduction=reduction),
+        run=run,
+    )
+
+
+def prepare_process(config: Config) -> None:
+    """Threads and determinism, before anything is computed."""
+    torch.set_num_threads(config.run.threads)
+    torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def build_model(config: Config, ranks: Ranks, say: Say) -> GPT:
+    """The model with its first weights: drawn from the seed, or those of `run.init_from`."""
+    model = GPT(config.model, config.run.attention)
+    model.init_weights(config.run.seed)
+    if config.run.init_from:
+        source = find_checkpoint(Path(config.run.init_from))
+        load_model_tensors(model, source.model_tensors(), str(source.path))
+        say(f"weights from {source.path} (step {source.state.step}); the optimizer starts fresh")
+    return model.to(ranks.device)
+
+
+def inherit_model(config: Config, say: Say) -> Config:
+    """With `run.init_from`, the model's options come from the weights' own config.
+
+    Options that were left at their defaults follow; ones that were set to something else than the
+    weights have are refused, but for dropout and a shorter context.
+    Raises ConfigError listing them.
+    """
+    if not config.run.init_from:
+        return config
+    source = find_checkpoint(Path(config.run.init_from))
+    loaded, asked, default = from_json(source.run).model, config.model, ModelConfig()
+    problems, values = [], asdict(loaded)
+    for field in fields(ModelConfig):
+        want, has = getattr(asked, field.name), getattr(loaded, field.name)
+        if want in (getattr(default, field.name), has):
+            continue
+        if field.name == "dropout" or field.name == "context_length" and want < has:
+            values[field.name] = want
+        else:
+            problems.append(f"model.{field.name}={want}: the weights in {source.path} have {has}")
+    if problems:
+        raise ConfigError([*problems, "leave these options out: the weights bring them"])
+    say(f"model of {source.path}: {loaded.n_layers} layers x {loaded.d_model}")
+    return replace(config, model=ModelConfig(**values))
+
+
+def build_setup(config: Config, model: GPT, ranks: Ranks, say: Say) -> Setup:
+    """Optimizer, precision and reduction around the model, the same on every rank."""
+    _check_same_weights(model, ranks)
+    precision = Precision(getattr(torch, config.run.dtype), ranks.device.type)
+    setup = Setup(
+        model=model,
+        optimizers=Optimizers(model, config.optim, ranks.device.type),
+        scaler=precision.scaler(),
+        precision=precision,
+        ranks=ranks,
+        reduction=config.parallel.reduction,
+        n_micro=config.data.global_batch // config.data.micro_batch,
+        seed=config.run.seed,
+        grad_clip=config.optim.grad_clip,
+    )
+    if config.run.compile:
+        _compile(setup, config, say)
+    if ranks.world > 1 and setup.reduction == "fast":
+        setup.ddp = DistributedDataParallel(model)
+    return setup
+
+
+def _compile(setup: Setup, config: Config, say: Say) -> None:
+    """torch.compile in place, tried on a batch of zeros; without a compiler, go on without."""
+    model, shape = setup.model, (config.data.micro_batch, config.model.context_length)
+    zeros = torch.zeros(shape, dtype=torch.int64, device=setup.ranks.device)
+    model.compile()  # in place: tensor names stay as they are
+    try:
+        with setup.precision.autocast():
+            model(zeros, zeros, reduction="sum").backward()
+    except Exception as error:  # whatever the compiler or its C++ toolchain raises
+        model._compiled_call_impl = None
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        say(f"note: torch.compile does not work here ({first_line}); going on without it")
+    setup.optimizers.zero_grad()
+    # The first rank may find its kernels in a cache while others compile: meet before step 1.
+    setup.ranks.sum_ints([1], "compiling the model")
+
+
+def _check_same_weights(model: GPT, ranks: Ranks) -> None:
+    if ranks.world == 1:
+        return
+    digest = hashlib.sha256()
+    for p in model.parameters():
+        digest.update(p.detach().cpu().contiguous().view(torch.uint8).numpy())
+    own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).clone()
+    for rank, other in enumerate(ranks.gather(own, "comparing the first weights")):
+        if not torch.equal(other, own):
+            raise RuntimeError(f"rank {rank} starts with other weights than rank {ranks.rank}")
+
+
+def restore(path: Path | None, setup: Setup, data: Data, say: Say) -> TrainState:
+    """Load a checkpoint into model and optimizer; a fresh TrainState if there is none.
+
+    Raises ConfigError if the data is not what the run was trained on.
+    """
+    if path is None:
+        return TrainState()
+    checkpoint = load_checkpoint(path)
+    trained_on = checkpoint.about["data_fingerprint"]
+    if trained_on != data.fingerprint:
+        raise ConfigError(
+            f"{path}: the run was trained on other data (fingerprint {trained_on[:12]}, now "
+            f"{data.fingerprint[:12]}). Bring the old source back, or start anew with "
+            "--overwrite=true (it moves the old run aside)"
+        )
+    load_model_tensors(setup.model, checkpoint.model_tensors(), str(path))
+    setup.optimizers.load_state_tensors(checkpoint.optim_tensors())
+    if checkpoint.state.scaler and setup.scaler.is_enabled():
+        setup.scaler.load_state_dict(checkpoint.state.scaler)
+    here = environment(setup.ranks, data)
+    for name in ("world", "torch"):
+        if checkpoint.about.get(name) != here[name]:
+            say(f"note: {name} was {checkpoint.about.get(name)}, now {here[name]}")
+    say(f"going on from {path}")
+    return checkpoint.state
+
+
+def environment(ranks: Ranks, data: Data) -> dict[str, object]:
+    """What a checkpoint's manifest tells about where it came from."""
+    return {
+        "data_fingerprint": data.fingerprint,
+        "data_folder": str(data.folder),
+        "world": ranks.world,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def load_for_sampling(path: Path, which: str, device: torch.device) -> tuple[GPT, Tokenizer]:
+    """Model and tokenizer of a run or checkpoint, in evaluation mode; no optimizer is read.
+
+    Raises ConfigError if there is none, DamagedCheckpoint if it is damaged.
+    """
+    checkpoint = find_checkpoint(path, which)
+    model = GPT(from_json(checkpoint.run).model)
+    load_model_tensors(model, checkpoint.model_tensors(), str(checkpoint.path))
+    return model.to(device).eval(), load_tokenizer(checkpoint.path / "tokenizer")
+
+
+def make_loader(config: Config, data: Data) -> BatchLoader:
+    return BatchLoader(
+        data.train,
+        seed=config.run.seed,
+        global_batch=config.data.global_batch,
+        micro_batch=config.data.micro_batch,
+    )
