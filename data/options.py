@@ -161,13 +161,9 @@ def nearest(
 ) -> str | None:
     """The option that `name` most probably means, by its full name; None if nothing is close."""
     hints = hints or {}
-    leaf = name.rpartition(".")[2].replace("-", "_")
-    if leaf in known:
-        return known[leaf].full_name
+    leaf = name.rpartition(".")[2]
     close = difflib.get_close_matches(leaf, [*known, *hints], n=1)
-    if not close:
-        return None
-    return known[hints.get(close[0], close[0])].full_name
+    return known[hints.get(close[0], close[0])].full_name if close else None
 
 
 def _unknown(typed: str, meant: Option | None) -> str:

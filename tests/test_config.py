@@ -127,6 +127,11 @@ def test_a_misspelt_option_is_refused_with_the_nearest(name, refusal):
     assert f"--{misspelt} is not an option: did you mean --" in refusal(f"--{misspelt}=8")
 
 
+@pytest.mark.parametrize("typed", ["--data.lr=1", "--optim.lrr=1", "--optimizer.lr=1"])
+def test_an_option_in_the_wrong_section_is_refused_with_the_right_one(typed, refusal):
+    assert f"{typed[:-2]} is not an option: did you mean --optim.lr?" in refusal(typed)
+
+
 @pytest.mark.parametrize(("elsewhere", "here"), ELSEWHERE.items())
 def test_other_projects_names_lead_to_ours(elsewhere, here, refusal):
     full_name = OPTIONS[here].full_name
@@ -290,8 +295,9 @@ def test_a_name_that_the_file_uses_is_no_mistake(load):
 def test_a_missing_file_is_told(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError) as caught:
-        load_config([path])
+        load_config([path, "--lr=x"])
     assert "no such file; there are config/debug.py, " in str(caught.value)
+    assert "optim.lr=x" in str(caught.value)
 
 
 def test_no_file_gives_the_usage():
@@ -317,6 +323,8 @@ def test_help_needs_no_file(capsys):
 def test_the_folder_is_named_after_the_file_unless_given(load):
     assert load().run.out_dir == "out/mine"
     assert load("--out_dir=2024").run.out_dir == "2024"
+    text = PLAIN.replace("()", "(run=RunConfig(out_dir='there'))")
+    assert load(text=text).run.out_dir == "there"
 
 
 def test_a_config_may_derive_from_another(load):
