@@ -1,17 +1,14 @@
-"""Byte-level BPE: trained by `tokenizers`, encoded by tiktoken; and tiktoken's own encodings."""
+"""Our own byte-level BPE: trained by `tokenizers`, kept as its tokenizer.json, encoded by tiktoken."""
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterable
-
-import numpy as np
+from typing import Any
 
 from data.vocabulary import FILE, Tokenizer, described
 
 JSON_FILE = "tokenizer.json"  # Hugging Face's form
-RANKS_FILE = "ranks.tiktoken"  # tiktoken's form: one token (base64) and its rank a line
 END_OF_TEXT = "<|endoftext|>"
 
 # How text is cut before BPE: GPT-4's rules, spelled so that the regex engines of tiktoken and of
@@ -29,11 +26,14 @@ SPLIT_PATTERN = (
 
 
 def train_bpe(name: str, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE of at most vocab_size ids, the end-of-text (the last id) included."""
+    """A byte-level BPE of at most vocab_size ids, the last of them the end-of-text.
+
+    It has fewer where the texts hold too few pairs to merge.
+    """
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Trained
 
-    trained = Trained(models.BPE(ignore_merges=True))  # a whole word is taken as tiktoken does
+    trained = Trained(models.BPE(ignore_merges=True))  # take a known word whole, as tiktoken does
     trained.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
@@ -52,13 +52,13 @@ def train_bpe(name: str, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
 
 
 def own_bpe(name: str, tokenizer_json: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json that `train_bpe` wrote, encoding through tiktoken."""
+    """The tokenizer of a tokenizer.json that `train_bpe` made, encoding through tiktoken."""
     vocabulary = json.loads(tokenizer_json)["model"]["vocab"]
     to_byte = byte_of_character()
     table = [b""] * len(vocabulary)
     for characters, token in vocabulary.items():
         table[token] = bytes(to_byte[c] for c in characters)
-    encoding = _encoding(name, SPLIT_PATTERN, {piece: i for i, piece in enumerate(table)})
+    encoding = encoding_of(name, SPLIT_PATTERN, {piece: i for i, piece in enumerate(table)})
     return Tokenizer(
         name=name,
         table=[*table, b""],
@@ -68,15 +68,15 @@ def own_bpe(name: str, tokenizer_json: str) -> Tokenizer:
     )
 
 
-def _encoding(name: str, pattern: str, ranks: dict[bytes, int]):
+def encoding_of(name: str, pattern: str, ranks: dict[bytes, int]) -> Any:
+    """A tiktoken.Encoding that knows no special tokens, so that their text is plain text."""
     import tiktoken
 
-    # No special tokens are given, so their text is plain text.
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
 
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte, reversed: the byte of a character."""
+    """The byte that each character of GPT-2's printable byte alphabet stands for."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}

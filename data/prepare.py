@@ -1,88 +1,235 @@
-"""Prepare a source: text -> ids -> shards, once. `python -m data.prepare --source=my.txt`"""
+"""Text to ids to shards, once for each source and tokenizer.
+
+    python -m data.prepare --source=my.txt --tokenizer=bpe:4096     prepare it
+    python -m data.prepare --source=my.txt --dry_run                say what would happen
+    python -m data.prepare --source=my.txt --verify                 check every byte of it
+
+A folder is made as `.NAME.partial`, shard by shard, and renamed when it is complete; killed on the
+way, the same command continues after the last finished shard.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
-import numpy as np
-
+from data.build import build, fingerprint, make_plan, make_tokenizer
 from data.config import DataConfig
-from data.options import ConfigError, parse_options, run_command
-from data.shards import META_FILE, Meta, ShardWriter, read_meta, write_meta
-from data.sources import Piece, Source, open_source
-from data.bpe import train_bpe
-from data.tokenizer import Tokenizer
-from data.vocabulary import byte_tokenizer, char_tokenizer
+from data.encode import n_workers
+from data.meta import DamagedData, Meta, check_size, read_meta
+from data.options import ConfigError, parse_sections, run_command
+from data.record import has_same_content, is_complete, is_current, lock, source_record
+from data.sources import STDIN, Source, absolute, open_source, parse_mixture
 
-FORMAT = 1
+FORMAT = 1  # of the prepared folder; another one is another folder
+SHARD_BYTES = 128 << 20  # of text
+READ_BYTES = 1 << 20
+TRIAL_BYTES = 4 << 20  # that a dry run encodes
+
+Say = Callable[[str], None]
 
 
 def prepared_folder(config: DataConfig) -> Path:
-    """Where the data of these options is, or will be, prepared."""
+    """Where the data of these options is, or will be: source + tokenizer + hash of the options."""
     root = Path(config.prepared_dir or Path(__file__).parent / "prepared")
-    matters = [config.source, config.tokenizer, config.split, config.val_fraction]
-    matters += [config.text_field, config.errors, FORMAT]
-    key = hashlib.sha256(json.dumps(matters).encode()).hexdigest()[:8]
-    name = re.sub(r"[^A-Za-z0-9]+", "_", Path(config.source).stem).strip("_")[:40]
-    tokenizer = config.tokenizer.replace(":", "")
-    return root / f"{name or 'data'}-{tokenizer}-{key}"
+    key = hashlib.sha256(json.dumps(_what_matters(config)).encode()).hexdigest()[:8]
+    first = parse_mixture(config.source)[0][0]
+    name = re.sub(r"\W+", "_", first.rstrip("/").rpartition("/")[2]).strip("_")
+    tokenizer = re.sub(r"\W+", "", config.tokenizer.rstrip("/").rpartition("/")[2])
+    return root / f"{name[:40] or 'data'}-{tokenizer[:40]}-{key}"
 
 
-def prepare(config: DataConfig, *, say: Callable = print, progress: bool = True) -> Path:
+def _what_matters(config: DataConfig) -> list:
+    """Everything but the sources' content that determines the ids."""
+    sources = [[_identity(spec), weight] for spec, weight in parse_mixture(config.source)]
+    tokenizer = config.tokenizer
+    file = Path(tokenizer.removeprefix("hf:")).expanduser() / "tokenizer.json"
+    if tokenizer.startswith("hf:") and file.is_file():
+        tokenizer = hashlib.sha256(file.read_bytes()).hexdigest()
+    options = [config.split, config.val_fraction, config.text_field, config.errors]
+    return [FORMAT, sources, tokenizer, *options]
+
+
+def _identity(spec: str) -> str:
+    if spec == "stdlib":  # every Python has its own
+        return f"stdlib {'.'.join(map(str, sys.version_info[:3]))}"
+    return spec if spec == STDIN or spec.startswith("hub:") else str(absolute(spec))
+
+
+def prepare(
+    config: DataConfig,
+    *,
+    say: Say = print,
+    progress: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """The folder of shards of these options, made if it is not there or no longer current.
+
+    One process prepares; others that ask for the same wait and find it. Raises ConfigError for what
+    cannot be read, OSError for a disk that cannot be written.
+    """
     folder = prepared_folder(config)
-    if (folder / META_FILE).is_file():
+    parts = parse_mixture(config.source)
+    from_stdin = STDIN in [spec for spec, _ in parts]
+    if not from_stdin and _is_there(folder, parts, say):
         return folder
-    source = open_source(config.source)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    pieces = list(source.pieces(config.text_field, config.errors))
-    tokenizer = build_tokenizer(config.tokenizer, pieces)
-    tokenizer.save(partial / "tokenizer")
-    dtype = "uint16" if tokenizer.vocab_size <= 65536 else "uint32"
-    writers = {s: ShardWriter(partial, s, 0, 0, dtype) for s in ("train", "val")}
-    total = sum(len(p.text) for p in pieces)
-    left = int(total * (1 - config.val_fraction))
-    for piece in pieces:
-        for split, text in (("train", piece.text[:left]), ("val", piece.text[max(0, left) :])):
-            if text:
-                ids = tokenizer.encode_array(text)
-                ends = piece.last and (split == "val" or left >= len(piece.text))
-                if ends and tokenizer.eot is not None:
-                    ids = np.append(ids, tokenizer.eot)
-                starts = np.zeros(int(piece.first), dtype=np.int64)
-                writers[split].append(ids, starts, len(text.encode()))
-        left = max(0, left - len(piece.text))
-    shards = [s for s in (w.close() for w in writers.values()) if s]
-    fingerprint = hashlib.sha256("".join(s.sha256 for s in shards).encode()).hexdigest()
-    meta = Meta(
-        config.source, tokenizer.name, tokenizer.vocab_size, dtype, fingerprint, [1.0], shards
-    )
-    write_meta(partial, meta)
-    os.rename(partial, folder)
-    say(f"prepared {folder}: tokens {meta.tokens}, bytes {meta.bytes}")
+    spool = folder.with_name(f".{folder.name}.stdin")
+    try:
+        with lock(folder.with_name(f".{folder.name}.lock"), say):
+            if from_stdin and not _spool(spool) and is_complete(folder):
+                return folder
+            sources = [open_source(spec, spool) for spec, _ in parts]
+            if not is_current(folder, sources):  # nobody has made it while we waited
+                weights = [weight for _, weight in parts]
+                _prepare(config, sources, weights, folder, say, progress, shard_bytes)
+            spool.unlink(missing_ok=True)
+    except OSError as error:
+        error.filename = error.filename or str(folder)
+        raise
     return folder
 
 
-def build_tokenizer(name: str, pieces: list[Piece]) -> Tokenizer:
-    if name == "char":
-        alphabet = "".join(sorted(set().union(*(p.text for p in pieces))))
-        return char_tokenizer(alphabet, sum(p.first for p in pieces) > 1)
-    if name == "byte":
-        return byte_tokenizer()
-    return train_bpe(name, int(name[4:]), (p.text for p in pieces))
+def _is_there(folder: Path, parts: list[tuple[str, float]], say: Say) -> bool:
+    """Whether the folder can be used without reading the sources."""
+    try:
+        sources = [open_source(spec) for spec, _ in parts]
+    except ConfigError as error:
+        if not is_complete(folder):
+            raise
+        say(f"{error}; using {folder}, which was prepared from it")
+        return True
+    return is_current(folder, sources)
+
+
+def _spool(spool: Path) -> bool:
+    """Keep standard input in a file, which can be read twice; False if nothing comes."""
+    spool.parent.mkdir(parents=True, exist_ok=True)
+    with spool.open("wb") as stream:
+        if not sys.stdin.isatty():
+            shutil.copyfileobj(sys.stdin.buffer, stream, READ_BYTES)
+        return stream.tell() > 0
+
+
+def _prepare(
+    config: DataConfig,
+    sources: list[Source],
+    weights: list[float],
+    folder: Path,
+    say: Say,
+    progress: bool,
+    shard_bytes: int,
+) -> None:
+    record = source_record(sources)
+    if has_same_content(folder, record):
+        return
+    if is_complete(folder):
+        say(f"{config.source} has changed since it was prepared: preparing it anew")
+    for source in sources:
+        if source.note:
+            say(f"{source.spec}: {source.note}")
+    plan = make_plan(config, sources, weights)
+    say(f"prepared {folder}: {summary(build(plan, record, folder, say, progress, shard_bytes))}")
+
+
+def summary(meta: Meta) -> str:
+    """One line: documents, bytes, tokens, bytes per token and the sizes of the splits."""
+    n_bytes, tokens = sum(meta.bytes.values()), sum(meta.tokens.values())
+    return (
+        f"{sum(meta.documents.values()):,} documents, {n_bytes:,} bytes, {tokens:,} tokens "
+        f"({n_bytes / tokens:.2f} bytes a token), train {meta.tokens['train']:,}, "
+        f"val {meta.tokens['val']:,} ({', '.join(sorted(set(meta.splits)))})"
+    )
+
+
+def verify(folder: Path, say: Say = print) -> None:
+    """Read every byte of a prepared folder. Raises DamagedData that names each damaged file."""
+    meta = read_meta(folder)
+    damaged = []
+    for shard in meta.shards:
+        path = folder / shard.file
+        try:
+            check_size(path, shard.tokens * meta.id_dtype.itemsize)
+            found = hashlib.sha256()
+            with path.open("rb") as stream:
+                while chunk := stream.read(READ_BYTES):
+                    found.update(chunk)
+            if found.hexdigest() != shard.sha256:
+                damaged.append(f"{path}: its SHA-256 is not the one that was written")
+        except DamagedData as error:
+            damaged.append(str(error))
+    if fingerprint(folder, meta.dtype, meta.weights, meta.shards) != meta.fingerprint:
+        damaged.append(f"{folder}: meta.json or the tokenizer is not what was written")
+    if damaged:
+        raise DamagedData("\n".join(damaged))
+    say(f"{folder}: {len(meta.shards)} shards are what was written; {summary(meta)}")
+
+
+def dry_run(config: DataConfig, say: Say = print) -> None:
+    """Say what preparing would read, make and take, and show the first document's tokens."""
+    parts = parse_mixture(config.source)
+    folder = prepared_folder(config)
+    sources = [open_source(spec) for spec, _ in parts]
+    plan = make_plan(config, sources, [weight for _, weight in parts])
+    for source, split, weight in zip(sources, plan.splits, plan.weights, strict=True):
+        size = f"{len(source.files):,} files, {source.size / 1e6:,.1f} MB" if source.files else ""
+        say(f"source {source.spec}: {size}; weight {weight:.3g}; split {split.mode}; {source.note}")
+    say(f"folder {folder}: {'is there' if is_complete(folder) else 'would be made'}")
+    if any(source.holds_ids for source in sources):
+        return
+    tokenizer = make_tokenizer(plan, say, TRIAL_BYTES)
+    texts, size = [], 0
+    for piece in plan.pieces(sources[0]):
+        texts.append(piece.text)
+        size += len(piece.text.encode("utf-8"))
+        if size >= TRIAL_BYTES:
+            break
+    started = time.perf_counter()
+    tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
+    seconds = time.perf_counter() - started
+    total = sum(source.size for source in sources) or size
+    processes = max(1, n_workers(config.workers, total))
+    item = 2 if tokenizer.vocab_size <= 1 << 16 else 4
+    say(
+        f"about {total * tokens / size:,.0f} tokens ({size / tokens:.2f} bytes a token), "
+        f"{total * tokens / size * item / 1e6:,.1f} MB of shards, "
+        f"{total * seconds / size / processes:.0f} s with {processes} processes"
+    )
+    ids = tokenizer.encode(texts[0][:200])
+    say("first document: " + "|".join(tokenizer.decode([i]) for i in islice(ids, 40)))
+    say(f"first ids: {ids[:40]}")
+
+
+@dataclass(frozen=True)
+class Actions:
+    """What to do other than to prepare."""
+
+    dry_run: Annotated[bool, "say what would happen, and prepare nothing"] = False
+    verify: Annotated[bool, "check every byte of what was prepared"] = False
 
 
 def main(argv: list[str]) -> int:
-    config, _ = parse_options(argv, DataConfig, usage="python -m data.prepare [--source=...]")
-    prepare(config)
+    """The command: prepare, or what is asked for instead."""
+    usage = "python -m data.prepare [--source=... --tokenizer=...] [--dry_run | --verify]"
+    sections, _ = parse_sections(argv, {"data": DataConfig, "": Actions}, usage=usage)
+    config, actions = sections["data"], sections[""]
+    if actions.dry_run:
+        dry_run(config)
+    elif actions.verify:
+        verify(prepared_folder(config))
+    else:
+        said: list[str] = []
+        folder = prepare(config, say=lambda line: said.append(line) or print(line))
+        if not said:
+            print(f"{folder} is there: {summary(read_meta(folder))}")
     return 0
 
 

@@ -1,236 +1,106 @@
-"""Shards of ids on disk, and windows read from them.
+"""Windows of ids, read from shards and checked as they are read.
 
-A shard is a plain array of ids with a side file of checksums, one CRC-32 for each block of 4 KiB.
-Windows are read with pread, not mapped: the page cache serves both alike, but a shard that is
-truncated under us is an error instead of SIGBUS, resident memory does not grow, and every block is
-checked each time it is read.
+Shards are read with pread, not mapped: the page cache serves both alike, but resident memory does
+not grow with what has been touched, a shard that becomes shorter is an error instead of SIGBUS, and
+every block is checked each time it is read. At most OPEN_FILES shards are open at a time.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import zlib
+from bisect import bisect_right
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
+from data.meta import BLOCK_BYTES, DamagedData, Meta, check_size, read_checked, read_meta
 from data.options import ConfigError
 
-BLOCK_BYTES = 4096
+__all__ = ["IGNORE_INDEX", "DamagedData", "Windows", "read_meta"]
+
 OPEN_FILES = 64
-SPLITS = ("train", "val")
-META_FILE = "meta.json"
 IGNORE_INDEX = -100  # a target that is not learned
 
 
-class DamagedData(Exception):
-    """Prepared data that is not what was written."""
-
-    exit_code = 3
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file of ids and what is known of it."""
-
-    split: str
-    source: int  # position in Meta.sources
-    file: str
-    tokens: int
-    documents: int  # that start in it
-    bytes: int  # of text
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Meta:
-    """What a prepared folder says of itself."""
-
-    source: str
-    tokenizer: str
-    vocab_size: int
-    dtype: str
-    fingerprint: str  # of everything that determines the ids
-    weights: list[float]  # one for each source of a mixture
-    shards: list[Shard]
-
-    def total(self, what: str) -> dict[str, int]:
-        """{split: sum over its shards} of "tokens", "documents" or "bytes"."""
-        return {
-            split: sum(getattr(s, what) for s in self.shards if s.split == split)
-            for split in SPLITS
-        }
-
-    @property
-    def tokens(self) -> dict[str, int]:
-        return self.total("tokens")
-
-    @property
-    def bytes(self) -> dict[str, int]:
-        return self.total("bytes")
-
-    @property
-    def documents(self) -> dict[str, int]:
-        return self.total("documents")
-
-
-def read_meta(folder: Path) -> Meta:
-    """What a prepared folder holds. Raises ConfigError if it is none, DamagedData if unreadable."""
-    path = Path(folder) / META_FILE
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no prepared data ({META_FILE} is missing)")
-    try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-        shards = [Shard(**shard) for shard in about.pop("shards")]
-        return Meta(shards=shards, **about)
-    except (ValueError, TypeError, KeyError) as error:
-        raise DamagedData(f"{path} is damaged ({error}): delete the folder and prepare again")
-
-
-def write_meta(folder: Path, meta: Meta) -> None:
-    """Write meta.json, which makes a folder of shards complete."""
-    write_file(Path(folder) / META_FILE, json.dumps(asdict(meta), indent=1))
-
-
-def write_file(path: Path, text: str) -> None:
-    """Replace a small file as a whole, surely on disk."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8", newline="\n") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
-
-
-class ShardWriter:
-    """Writes one shard and its side files, checksumming on the way."""
-
-    def __init__(self, folder: Path, split: str, source: int, number: int, dtype: str) -> None:
-        self._about = {
-            "split": split,
-            "source": source,
-            "file": f"{split}-{source:02d}-{number:05d}.bin",
-        }
-        self._path = folder / self._about["file"]
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._file = self._path.open("wb")
-        self._sha = hashlib.sha256()
-        self._pending = b""
-        self._crcs: list[int] = []
-        self._starts: list[np.ndarray] = []
-        self._tokens = self._bytes = 0
-
-    def append(self, ids: np.ndarray, starts: np.ndarray, n_bytes: int) -> None:
-        """Add ids; `starts` says where in them documents start; n_bytes of text they stand for."""
-        self._starts.append(starts.astype("<i8") + self._tokens)
-        self._tokens += len(ids)
-        self._bytes += n_bytes
-        data = self._pending + ids.astype(self._dtype).tobytes()
-        whole = len(data) - len(data) % BLOCK_BYTES
-        self._write(data[:whole])
-        self._pending = data[whole:]
-
-    def _write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._sha.update(data)
-        self._crcs += [
-            zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)
-        ]
-
-    def close(self) -> Shard | None:
-        """Finish the shard, surely on disk; None, and no file, if nothing was added."""
-        self._write(self._pending)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        if self._tokens == 0:
-            self._path.unlink()
-            return None
-        starts = np.concatenate(self._starts)
-        crcs = np.array(self._crcs, dtype="<u4")
-        for suffix, array in ((".crc", crcs), (".starts", starts)):
-            with self._path.with_suffix(suffix).open("wb") as stream:
-                stream.write(array.tobytes())
-                stream.flush()
-                os.fsync(stream.fileno())
-        return Shard(
-            **self._about,
-            tokens=self._tokens,
-            documents=len(starts),
-            bytes=self._bytes,
-            sha256=self._sha.hexdigest(),
-        )
-
-
 class TokenStream:
-    """The ids of one split of one source, in order, as if they were one array."""
+    """The ids of one split of one source, as if they were one long array."""
 
     def __init__(self, folder: Path, meta: Meta, split: str, source: int) -> None:
         self._folder = Path(folder)
-        self._dtype = np.dtype(meta.dtype).newbyteorder("<")
+        self._dtype = meta.id_dtype
         self._vocab_size = meta.vocab_size
-        self._shards = [s for s in meta.shards if s.split == split and s.source == source]
-        self._ends = np.cumsum([s.tokens for s in self._shards], dtype=np.int64)
-        self._open: OrderedDict[int, tuple] = OrderedDict()
-        self.n_tokens = int(self._ends[-1]) if self._shards else 0
+        self._shards = meta.of(split, source)
+        self._ends = np.cumsum([s.tokens for s in self._shards], dtype=np.int64).tolist()
+        self._open: OrderedDict[int, tuple[BinaryIO, bytes]] = OrderedDict()
+        self.n_tokens = self._ends[-1] if self._ends else 0
         for shard in self._shards:
             check_size(self._folder / shard.file, shard.tokens * self._dtype.itemsize)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """(count,) int64 ids from token `start` on, round the end to the beginning."""
-        parts = []
-        position = start % self.n_tokens
-        while count > 0:
-            number = int(np.searchsorted(self._ends, position, side="right"))
-            within = position - (int(self._ends[number]) - self._shards[number].tokens)
-            n = min(count, self._shards[number].tokens - within)
-            parts.append(self._read_shard(number, within, n))
-            count -= n
-            position = (position + n) % self.n_tokens
-        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int64)
+        """(count,) int64 ids from token `start` on; after the last token comes the first."""
+        found = np.empty(count, dtype=np.int64)
+        done = 0
+        while done < count:
+            position = (start + done) % self.n_tokens
+            number = bisect_right(self._ends, position)
+            n = min(count - done, self._ends[number] - position)
+            first = position - self._ends[number] + self._shards[number].tokens
+            found[done : done + n] = self._read_shard(number, first, n)
+            done += n
+        return found
+
+    def document_starts(self) -> np.ndarray:
+        """(documents,) int64: the token at which each document starts, in order."""
+        starts = []
+        for shard, end in zip(self._shards, self._ends, strict=True):
+            path = (self._folder / shard.file).with_suffix(".starts")
+            content = read_checked(path, 8 * shard.documents)
+            if zlib.crc32(content) != shard.starts_crc:
+                raise DamagedData(f"{path} fails its checksum: delete the folder and prepare again")
+            starts.append(np.frombuffer(content, dtype="<i8") + (end - shard.tokens))
+        found = np.concatenate(starts)
+        return found[found < self.n_tokens]  # ids that others made may end in a separator
 
     def _read_shard(self, number: int, first: int, count: int) -> np.ndarray:
-        """Ids of one shard, after checking the checksum of each block that they touch."""
+        """Ids of one shard, once the checksum of each block that they touch is right."""
         shard, item = self._shards[number], self._dtype.itemsize
-        file, crcs = self._opened(number)
-        first_block = first * item // BLOCK_BYTES
-        end_block = -(-(first + count) * item // BLOCK_BYTES)
-        base = first_block * BLOCK_BYTES
-        end = min(end_block * BLOCK_BYTES, shard.tokens * item)
-        data = os.pread(file.fileno(), end - base, base)
-        path = self._folder / shard.file
+        file, checksums = self._opened(number)
+        base = first * item // BLOCK_BYTES * BLOCK_BYTES
+        end = -(-(first + count) * item // BLOCK_BYTES) * BLOCK_BYTES
+        end = min(end, shard.tokens * item)
+        data = memoryview(_pread(file, end - base, base))
         if len(data) != end - base:
-            raise DamagedData(f"{path} has become shorter while in use")
-        for block in range(first_block, end_block):
-            at = block * BLOCK_BYTES - base
-            if zlib.crc32(data[at : at + BLOCK_BYTES]) != crcs[block]:
+            raise DamagedData(f"{self._folder / shard.file} has become shorter while in use")
+        for at in range(0, len(data), BLOCK_BYTES):
+            block = (base + at) // BLOCK_BYTES
+            crc = zlib.crc32(data[at : at + BLOCK_BYTES])
+            if crc.to_bytes(4, "little") != checksums[4 * block : 4 * block + 4]:
                 raise DamagedData(
-                    f"{path}: the block at byte {block * BLOCK_BYTES} fails its checksum: "
-                    "the file is damaged; delete the folder and prepare again"
+                    f"{self._folder / shard.file}: the block at byte {base + at} fails its "
+                    "checksum: the file is damaged; delete the folder and prepare again"
                 )
         ids = np.frombuffer(data, self._dtype)[first - base // item :][:count]
-        if int(ids.max()) >= self._vocab_size:
+        if ids.max() >= self._vocab_size:
             at = int((ids >= self._vocab_size).argmax())
             raise DamagedData(
-                f"{path}: token {first + at} is id {ids[at]}, but the vocabulary has "
-                f"{self._vocab_size} ids: prepare the data with the tokenizer it is used with"
+                f"{self._folder / shard.file}: token {first + at} is id {ids[at]}, but the "
+                f"vocabulary has {self._vocab_size} ids: delete the folder and prepare again"
             )
         return ids
 
-    def _opened(self, number: int) -> tuple:
-        """(file, checksums) of a shard; at most OPEN_FILES are open at a time."""
+    def _opened(self, number: int) -> tuple[BinaryIO, bytes]:
+        """A shard's file and checksums, opened when it is first needed."""
         if number in self._open:
             self._open.move_to_end(number)
             return self._open[number]
-        path = self._folder / self._shards[number].file
-        n_blocks = -(-self._shards[number].tokens * self._dtype.itemsize // BLOCK_BYTES)
-        check_size(path.with_suffix(".crc"), 4 * n_blocks)
-        crcs = np.fromfile(path.with_suffix(".crc"), dtype="<u4")
-        self._open[number] = (path.open("rb", buffering=0), crcs)
+        shard = self._shards[number]
+        path = self._folder / shard.file
+        n_blocks = -(-shard.tokens * self._dtype.itemsize // BLOCK_BYTES)
+        checksums = read_checked(path.with_suffix(".crc"), 4 * n_blocks)
+        self._open[number] = (path.open("rb", buffering=0), checksums)
         if len(self._open) > OPEN_FILES:
             self._open.popitem(last=False)[1][0].close()
         return self._open[number]
@@ -239,36 +109,94 @@ class TokenStream:
         return {**self.__dict__, "_open": OrderedDict()}  # open files stay in their process
 
 
-def check_size(path: Path, size: int) -> None:
-    """Raise DamagedData unless the file is there and has this size."""
-    found = path.stat().st_size if path.is_file() else None
-    if found != size:
-        state = "is missing" if found is None else f"has {found} bytes"
-        raise DamagedData(
-            f"{path} {state}, {size} were written: delete the folder and prepare again"
-        )
+def _pread(file: BinaryIO, count: int, offset: int) -> bytes:
+    if hasattr(os, "pread"):  # no shared position: threads and forked processes may read at once
+        return os.pread(file.fileno(), count, offset)
+    file.seek(offset)
+    return file.read(count)
+
+
+class PackedWindows:
+    """Window i holds the T + 1 ids from token i * T on, wherever documents start and end."""
+
+    def __init__(self, stream: TokenStream, context_length: int) -> None:
+        self.stream = stream
+        self.context_length = context_length
+        self.n_windows = max(0, (stream.n_tokens - 1) // context_length)
+
+    def window(self, i: int, shift: int = 0) -> np.ndarray:
+        """(T + 1,) ids of window i of the grid moved by `shift`."""
+        return self.stream.read(i * self.context_length + shift, self.context_length + 1)
+
+    def pair(self, i: int, shift: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets), (T,) each: every target is the id after its token."""
+        window = self.window(i, shift)
+        return window[:-1], window[1:]
+
+
+class DocumentWindows:
+    """Windows that start at a document's start and then every T tokens while it lasts.
+
+    The first token of a document's first window is the one before the document, the end-of-text of
+    the one before, so that the beginning is learned too. Targets beyond the document's end are
+    ignored. Each token is a target once an epoch, with nothing but its own document before it.
+    Holds 16 bytes a document in memory.
+    """
+
+    def __init__(self, stream: TokenStream, context_length: int) -> None:
+        self.stream = stream
+        self.context_length = context_length
+        self._starts = stream.document_starts()
+        lengths = np.diff(self._starts, append=stream.n_tokens)
+        self._ends = np.cumsum(-(-lengths // context_length))  # windows up to each document's end
+        self.n_windows = int(self._ends[-1])
+
+    def _place(self, i: int) -> tuple[int, int]:
+        """(the first target of window i, how many of its targets belong to the document)."""
+        document = int(np.searchsorted(self._ends, i, side="right"))
+        before = int(self._ends[document - 1]) if document else 0
+        first = int(self._starts[document]) + (i - before) * self.context_length
+        last = document + 1 == len(self._starts)
+        end = self.stream.n_tokens if last else int(self._starts[document + 1])
+        return first, min(self.context_length, end - first)
+
+    def window(self, i: int, shift: int = 0) -> np.ndarray:
+        """(T + 1,) ids; `shift` has no meaning here, documents are cut where they start."""
+        return self.stream.read(self._place(i)[0] - 1, self.context_length + 1)
+
+    def pair(self, i: int, shift: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets), (T,) each; IGNORE_INDEX beyond the end of the document."""
+        window = self.window(i)
+        window_targets = window[1:].copy()
+        window_targets[self._place(i)[1] :] = IGNORE_INDEX
+        return window[:-1], window_targets
+
+
+WINDOWS = {"packed": PackedWindows, "document": DocumentWindows}
 
 
 class Windows:
-    """Windows of context_length + 1 ids of one split, read and checked as they are asked for.
+    """The windows of one split, those of a mixture's sources one after the other.
 
-    Raises ConfigError if the split is too short for a single window.
+    windows: "packed" or "document". Raises ConfigError if a source is too short for one window of
+    context_length (T) + 1 tokens, DamagedData for a file that is not as it was written.
     """
 
     def __init__(
         self, folder: Path, split: str, context_length: int, windows: str = "packed"
     ) -> None:
         meta = read_meta(folder)
-        self._stream = TokenStream(folder, meta, split, 0)
         self.context_length = context_length
-        self.n_tokens = self._stream.n_tokens
-        self.n_windows = max(0, (self.n_tokens - 1) // context_length)
-        if self.n_windows == 0:
-            raise ConfigError(
-                f"the {split} split has {self.n_tokens} tokens, a window of "
-                f"model.context_length={context_length} needs {context_length + 1}: use more "
-                "text, a shorter context or another --val_fraction"
-            )
+        self.weights = meta.weights
+        self.parts = []
+        for source in range(len(meta.weights)):
+            stream = TokenStream(folder, meta, split, source)
+            if stream.n_tokens < context_length + 1:
+                raise ConfigError(_too_short(meta, split, source, stream.n_tokens, context_length))
+            self.parts.append(WINDOWS[windows](stream, context_length))
+        self.n_tokens = sum(part.stream.n_tokens for part in self.parts)
+        self.offsets = np.cumsum([0] + [part.n_windows for part in self.parts]).tolist()
+        self.n_windows = self.offsets[-1]
 
     def __len__(self) -> int:
         return self.n_windows
@@ -277,12 +205,26 @@ class Windows:
         return self.window(i)
 
     def window(self, i: int, shift: int = 0) -> np.ndarray:
-        """(T + 1,) int64: window i of the grid moved by `shift` tokens, the split read as a ring."""
-        if not 0 <= i < self.n_windows:
-            raise IndexError(f"window {i} of {self.n_windows}")
-        return self._stream.read(i * self.context_length + shift, self.context_length + 1)
+        """(T + 1,) int64 ids of window i, the grid moved by `shift` tokens round a ring (packed)."""
+        part, within = self._locate(i)
+        return part.window(within, shift)
 
     def pair(self, i: int, shift: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, targets) of window i, (T,) int64 each; IGNORE_INDEX where none is learned."""
-        window = self.window(i, shift)
-        return window[:-1], window[1:]
+        part, within = self._locate(i)
+        return part.pair(within, shift)
+
+    def _locate(self, i: int) -> tuple[PackedWindows | DocumentWindows, int]:
+        if not 0 <= i < self.n_windows:
+            raise IndexError(f"window {i} of {self.n_windows}")
+        number = bisect_right(self.offsets, i) - 1
+        return self.parts[number], i - self.offsets[number]
+
+
+def _too_short(meta: Meta, split: str, source: int, found: int, context_length: int) -> str:
+    which = f" of source {source + 1} of the mixture" if len(meta.weights) > 1 else ""
+    return (
+        f"the {split} split{which} has {found} tokens, one window of "
+        f"model.context_length={context_length} needs {context_length + 1}: use a shorter context, "
+        "more text, or another --val_fraction"
+    )

@@ -1,154 +1,199 @@
-"""Documents from where people have them: the standard library, text files, folders, globs.
-
-Text is UTF-8 on every platform. A byte-order mark at the start of a document is dropped, and
-CRLF and lone CR become a newline, so the same text gives the same ids wherever it was written.
-"""
+"""Where documents come from: the standard library, files, folders, globs, a hub, or a mixture."""
 
 from __future__ import annotations
 
-import codecs
 import glob
 import hashlib
+import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
 
+from data.hub import hub_pieces, parse_hub
 from data.options import ConfigError
+from data.readers import COMPRESSED, READ_BYTES, file_pieces, kind_of
+from data.text import Piece
 
-PIECE_BYTES = 1 << 20  # a longer document is encoded in pieces; this defines its ids
-READ_BYTES = 1 << 20
-STDLIB_LEFT_OUT = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "encodings",
-    "pydoc_data",
-}
-
-
-class Piece(NamedTuple):
-    """A document, or at most PIECE_BYTES of a longer one."""
-
-    text: str
-    first: bool  # the document starts here
-    last: bool  # and ends here
-    read: int  # bytes of the source file that were read for it, for the progress bar
+STDIN = "-"
+# Apart from third-party packages and tests: tables that are near-duplicates of each other.
+STDLIB_LEFT_OUT = frozenset(
+    ["site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"]
+)
+# What a folder is searched for; a file or glob that is named is read whatever its suffix.
+TEXT_SUFFIXES = frozenset(
+    [
+        ".txt",
+        ".md",
+        ".rst",
+        ".tex",
+        ".org",
+        ".csv",
+        ".tsv",
+        ".log",
+        ".srt",
+        ".html",
+        ".htm",
+        ".xml",
+        ".json",
+        ".yaml",
+        ".yml",
+        ".toml",
+        ".ini",
+        ".cfg",
+        ".py",
+        ".pyi",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+        ".rs",
+        ".go",
+        ".java",
+        ".kt",
+        ".scala",
+        ".cs",
+        ".swift",
+        ".js",
+        ".jsx",
+        ".ts",
+        ".tsx",
+        ".css",
+        ".rb",
+        ".php",
+        ".pl",
+        ".lua",
+        ".r",
+        ".jl",
+        ".hs",
+        ".ml",
+        ".sh",
+        ".bash",
+        ".ps1",
+        ".sql",
+    ]
+)
+PART = re.compile(r"(.+?)\*(\d+\.?\d*|\.\d+)(?:\+|$)")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from: files in the order in which they are read."""
+    """Files in the order in which they are read; none for a hub dataset."""
 
-    name: str
+    spec: str
     root: Path
-    files: list[Path]
+    files: tuple[Path, ...]
+    note: str = ""  # what was left out
 
     def pieces(self, text_field: str, errors: str) -> Iterator[Piece]:
         """Every document, in pieces. Raises ConfigError for damage, by file and byte offset."""
+        if self.spec.startswith("hub:"):
+            yield from hub_pieces(self.spec, text_field, errors)
         for file in self.files:
-            with file.open("rb") as stream:
-                yield from cut(normalised(decoded(stream, file, errors)))
+            yield from file_pieces(file, text_field, errors)
 
-    def digest(self) -> str:
-        """SHA-256 over the names and the content of the files."""
-        total = hashlib.sha256()
-        for file in self.files:
-            total.update(f"{self._relative(file)}\0".encode())
-            with file.open("rb") as stream:
-                total.update(stream.read())
-        return total.hexdigest()
+    @property
+    def holds_ids(self) -> bool:
+        """Whether these are files of ids that somebody else's tokenizer made."""
+        return bool(self.files) and kind_of(self.files[0]) == "ids"
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.stat().st_size for file in self.files)
 
     def stamp(self) -> list[list]:
-        """[name, size, mtime in ns] of each file: equal stamps are taken for equal content."""
-        return [
-            [self._relative(file), file.stat().st_size, file.stat().st_mtime_ns]
-            for file in self.files
-        ]
+        """[name, size, mtime in ns] of each file; equal stamps are taken for equal content."""
+        stats = [(self.name_of(file), file.stat()) for file in self.files]
+        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
-    def _relative(self, file: Path) -> str:
-        return file.relative_to(self.root).as_posix() if file != self.root else file.name
+    def digest(self) -> str:
+        """SHA-256 over the names and the content of all files; of the name alone for a hub."""
+        total = hashlib.sha256(self.spec.encode() if not self.files else b"")
+        for file in self.files:
+            content = hashlib.sha256()
+            with file.open("rb") as stream:
+                while chunk := stream.read(READ_BYTES):
+                    content.update(chunk)
+            total.update(f"{self.name_of(file)}\0{content.hexdigest()}\n".encode())
+        return total.hexdigest()
+
+    def name_of(self, file: Path) -> str:
+        """A file's name within the source."""
+        return file.name if file == self.root else file.relative_to(self.root).as_posix()
 
 
-def open_source(spec: str) -> Source:
-    """The source that a name stands for. Raises ConfigError if there is nothing to read."""
+def parse_mixture(text: str) -> list[tuple[str, float]]:
+    """(source, weight) of each part of `A*0.7+B*0.3`; one part with weight 1 for a plain source.
+
+    Weights sum to 1. Raises ConfigError for a weight of 0.
+    """
+    found = list(PART.finditer(text))
+    whole = "".join(match[0] for match in found) == text
+    if len(found) < 2 or not whole or Path(text).exists():
+        return [(text, 1.0)]
+    weights = [float(match[2]) for match in found]
+    if min(weights) == 0:
+        raise ConfigError(f"data.source={text}: a weight is 0: leave that source out")
+    return [(m[1], weight / sum(weights)) for m, weight in zip(found, weights, strict=True)]
+
+
+def open_source(spec: str, stdin_file: Path | None = None) -> Source:
+    """The source of a name. Raises ConfigError if there is nothing to read, or it is a mix-up."""
+    if spec.startswith("hub:"):
+        parse_hub(spec)
+        return Source(spec, Path(), ())
+    if spec == STDIN and stdin_file is not None:
+        return Source(spec, stdin_file, (stdin_file,))
     if spec == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        return Source(spec, root, _stdlib_files(root))
-    path = Path(spec).expanduser().absolute()
+        return _stdlib()
+    path = absolute(spec)
     if path.is_file():
-        return Source(spec, path, [path])
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file())
-        return Source(spec, path, files)
-    files = sorted(Path(p).absolute() for p in glob.glob(spec, recursive=True))
-    files = [p for p in files if p.is_file()]
-    if not files:
-        raise ConfigError(f"data.source={spec}: no such file, folder or glob")
-    return Source(spec, Path("/"), files)
+        source = Source(spec, path, (path,))
+    elif path.is_dir():
+        source = _folder(spec, path)
+    else:
+        matches = sorted(glob.glob(str(path), recursive=True))
+        files = tuple(p for p in map(Path, matches) if p.is_file())
+        source = Source(spec, Path(path.anchor), files)
+    if not source.files:
+        hint = f" ({source.note})" if source.note else ""
+        raise ConfigError(f"data.source={spec}: no such file, and nothing to read there{hint}")
+    kinds = {kind_of(file) for file in source.files}
+    if "ids" in kinds and len(kinds) > 1:
+        raise ConfigError(f"data.source={spec}: mixes .bin files of ids with text: name one kind")
+    return source
 
 
-def _stdlib_files(root: Path) -> list[Path]:
-    files = root.rglob("*.py")
-    kept = [f for f in files if not STDLIB_LEFT_OUT & set(f.relative_to(root).parts)]
-    return sorted(kept, key=lambda f: f.relative_to(root).as_posix())
+def absolute(spec: str) -> Path:
+    """The path that a file, folder or glob means, from wherever it is looked at."""
+    return Path(spec).expanduser().absolute()
 
 
-def decoded(stream: BinaryIO, file: Path, errors: str) -> Iterator[tuple[str, int]]:
-    """(text, bytes read) of a UTF-8 stream, chunk by chunk."""
-    rest, offset = b"", 0
-    while True:
-        chunk = stream.read(READ_BYTES)
-        data = rest + chunk
-        try:
-            text, used = codecs.utf_8_decode(data, errors, not chunk)
-        except UnicodeDecodeError as error:
-            at = offset + error.start
-            raise ConfigError(
-                f"{file}: byte {data[error.start]:#04x} at offset {at} is not UTF-8: convert the "
-                "file, or put U+FFFD in such places with --errors=replace"
-            ) from None
-        rest, offset = data[used:], offset + used
-        yield text, len(chunk)
-        if not chunk:
-            return
+def _stdlib() -> Source:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [f for f in root.rglob("*.py") if not STDLIB_LEFT_OUT & set(f.relative_to(root).parts)]
+    return Source("stdlib", root, _sorted(files, root))
 
 
-def normalised(chunks: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """The same text without a byte-order mark at its start and with newlines as \\n alone."""
-    at_start, held = True, ""
-    for text, read in chunks:
-        text = held + text
-        if at_start and text:
-            text, at_start = text.removeprefix("\ufeff"), False
-        held = "\r" if text.endswith("\r") and read else ""
-        text = text[: len(text) - len(held)]
-        yield text.replace("\r\n", "\n").replace("\r", "\n"), read
+def _folder(spec: str, root: Path) -> Source:
+    found = [f for f in root.rglob("*") if f.is_file()]
+    found = [f for f in found if not any(p.startswith(".") for p in f.relative_to(root).parts)]
+    kept = [f for f in found if kind_of(f) != "text" or _text_suffix(f) in TEXT_SUFFIXES]
+    left_out = Counter(_text_suffix(f) or "no suffix" for f in set(found) - set(kept))
+    kinds = ", ".join(f"{n} x {suffix}" for suffix, n in left_out.most_common(5))
+    note = f"{left_out.total()} files of other kinds left out: {kinds}" if left_out else ""
+    return Source(spec, root, _sorted(kept, root), note)
 
 
-def cut(chunks: Iterable[tuple[str, int]]) -> Iterator[Piece]:
-    """One document's text as pieces: after newlines, else between characters."""
-    buffer, read, first = b"", 0, True
-    for text, n in chunks:
-        buffer += text.encode("utf-8")
-        read += n
-        while len(buffer) > PIECE_BYTES:
-            end = _piece_end(buffer)
-            yield Piece(buffer[:end].decode("utf-8"), first, False, read)
-            buffer, read, first = buffer[end:], 0, False
-    text = buffer.decode("utf-8")
-    if not first or text.strip():  # a document of white space alone is none
-        yield Piece(text, first, True, read)
+def _text_suffix(file: Path) -> str:
+    name = Path(file.stem) if file.suffix.lower() in COMPRESSED else file
+    return name.suffix.lower()
 
 
-def _piece_end(buffer: bytes) -> int:
-    end = buffer.rfind(b"\n", 0, PIECE_BYTES) + 1
-    if end:
-        return end
-    end = PIECE_BYTES
-    while buffer[end] & 0xC0 == 0x80:  # inside a character
-        end -= 1
-    return end
+def _sorted(files: list[Path], root: Path) -> tuple[Path, ...]:
+    # By the name's characters, so that the order is the same on every platform.
+    return tuple(sorted(files, key=lambda file: file.relative_to(root).as_posix()))

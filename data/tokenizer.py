@@ -4,35 +4,58 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from data import bpe
-from data.options import ConfigError
+from data import bpe, pretrained
 from data.vocabulary import FILE, Tokenizer, byte_tokenizer, char_tokenizer
 
-__all__ = ["StreamDecoder", "Tokenizer", "load_tokenizer", "start_ids"]
+__all__ = ["StreamDecoder", "Tokenizer", "build_tokenizer", "load_tokenizer", "start_ids"]
+
+
+def build_tokenizer(
+    name: str, alphabet: Callable[[], tuple[str, bool]], sample: Callable[[], Iterable[str]]
+) -> Tokenizer:
+    """The tokenizer of this name: made from the text (char, bpe:N), or somebody else's.
+
+    alphabet() gives the text's distinct characters, sorted, and whether it has several documents;
+    sample() text to train on. Only the one that is needed is called.
+    """
+    if name == "char":
+        return char_tokenizer(*alphabet())
+    if name == "byte":
+        return byte_tokenizer()
+    if name.startswith("bpe:"):
+        return bpe.train_bpe(name, int(name.removeprefix("bpe:")), sample())
+    if name.startswith("hf:"):
+        return pretrained.hf_from_folder(name.removeprefix("hf:"))
+    return pretrained.tiktoken_by_name(name)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `save` wrote into this folder. Touches no network.
+    """The tokenizer that `save` wrote into this folder, or a Hugging Face tokenizer.json.
 
-    Raises ConfigError if there is none.
+    Touches no network. Raises ConfigError if there is none.
     """
-    path = Path(folder) / FILE
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no tokenizer of ours ({FILE} is missing)")
-    about = json.loads(path.read_text(encoding="utf-8"))
-    kinds = {
-        "char": lambda: char_tokenizer(about["alphabet"], about["eot"]),
-        "byte": byte_tokenizer,
-        "bpe": lambda: bpe.own_bpe(about["name"], _text(folder, bpe.JSON_FILE)),
-        "tiktoken": lambda: bpe.tiktoken_from_files(about, _text(folder, bpe.RANKS_FILE)),
-    }
-    return kinds[about["kind"]]()
+    folder = Path(folder)
+    if not (folder / FILE).is_file():
+        return pretrained.hf_from_folder(str(folder))
+    about = json.loads(_text(folder, FILE))
+    kind = about.pop("kind")
+    if kind == "char":
+        return char_tokenizer(about["alphabet"], about["eot"])
+    if kind == "byte":
+        return byte_tokenizer()
+    if kind == "bpe":
+        return bpe.own_bpe(about["name"], _text(folder, bpe.JSON_FILE))
+    if kind == "hf":
+        config = _text(folder, pretrained.CONFIG_FILE)
+        return pretrained.hf_from_json(about["name"], _text(folder, bpe.JSON_FILE), config)
+    return pretrained.tiktoken_from_ranks(about, _text(folder, pretrained.RANKS_FILE))
 
 
 def _text(folder: Path, name: str) -> str:
-    return (Path(folder) / name).read_text(encoding="utf-8")
+    return (folder / name).read_text(encoding="utf-8")
 
 
 def start_ids(tokenizer: Tokenizer) -> list[int]:

@@ -1,0 +1,138 @@
+"""Text to ids on all cores, in order: the same ids for any number of processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from data.options import ConfigError
+from data.split import Part
+from data.tokenizer import load_tokenizer
+
+TASK_CHARACTERS = 1 << 19  # text that travels to a process at a time
+WAITING = 3  # tasks per process that are in memory
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass
+class Ids:
+    """Ids of one split out of one task."""
+
+    ids: np.ndarray  # (n,) in the shards' dtype
+    starts: np.ndarray  # where in them documents start
+    bytes: int  # of the text that they stand for
+
+
+@dataclass
+class Encoded:
+    """What one task gave: ids of each split, and how many bytes of files it took."""
+
+    splits: dict[str, Ids] = field(default_factory=dict)
+    read: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(ids.bytes for ids in self.splits.values())
+
+
+def grouped(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Tasks: parts in order, together at least TASK_CHARACTERS."""
+    task, size = [], 0
+    for part in parts:
+        task.append(part)
+        size += len(part.text)
+        if size >= TASK_CHARACTERS:
+            yield task
+            task, size = [], 0
+    if task:
+        yield task
+
+
+def encode_task(folder: Path, dtype: str, task: list[Part]) -> Encoded:
+    """Ids of one task, an end-of-text after each document."""
+    tokenizer = _tokenizer(folder)
+    found = Encoded(read=sum(part.read for part in task))
+    for split in sorted({part.split for part in task}):
+        ids, starts, position, n_bytes = [], [], 0, 0
+        for part in task:
+            if part.split != split:
+                continue
+            if part.first:
+                starts.append(position)
+            some = tokenizer.encode_array(part.text).astype(dtype)
+            if part.last and tokenizer.eot is not None:
+                some = np.append(some, np.array(tokenizer.eot, dtype=dtype))
+            ids.append(some)
+            position += len(some)
+            n_bytes += len(part.text.encode("utf-8"))
+        found.splits[split] = Ids(np.concatenate(ids), np.array(starts, dtype=np.int64), n_bytes)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(folder: Path):
+    return load_tokenizer(folder)
+
+
+def in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], workers: int
+) -> Iterator[Result]:
+    """`map` on that many processes (in this one for 0 or 1), reading ahead only a little.
+
+    Raises ConfigError if a process dies.
+    """
+    if workers <= 1:
+        yield from map(function, items)
+        return
+    # spawn: forking a process that has threads (torch, tokenizers) can hang it.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent)
+    waiting: deque = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) >= WAITING * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise ConfigError(
+            f"data.workers={workers}: a process that prepares the data died, for lack of memory "
+            "perhaps: use fewer --workers; the same command continues"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _follow_parent() -> None:
+    """In a worker: leave Ctrl-C to the parent, and end when the parent is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def n_workers(asked: int | None, size: int) -> int:
+    """How many processes prepare `size` bytes: all cores, but none for what takes seconds."""
+    if asked is not None:
+        return asked
+    if 0 < size < 32 << 20:
+        return 0
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

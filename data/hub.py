@@ -1,0 +1,51 @@
+"""Datasets of the Hugging Face hub, streamed: `hub:OWNER/NAME[/SUBSET][@SPLIT]`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from data.options import ConfigError
+from data.readers import text_of
+from data.text import Piece, document_pieces
+
+INSTEAD = "download its .parquet or .jsonl files and name them as --source"
+
+
+def parse_hub(spec: str) -> tuple[str, str | None, str]:
+    """(name, subset, split) of a hub source. Raises ConfigError if it is spelled otherwise."""
+    body, _, split = spec.removeprefix("hub:").partition("@")
+    parts = body.split("/")
+    if not all(parts) or len(parts) > 3:
+        raise ConfigError(f"data.source={spec}: must be hub:OWNER/NAME[/SUBSET][@SPLIT]")
+    return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or "train"
+
+
+def hub_pieces(spec: str, text_field: str, errors: str) -> Iterator[Piece]:
+    """Each row is one document. Raises ConfigError with the way on if the hub does not give it."""
+    name, subset, split = parse_hub(spec)
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"data.source={spec}: needs datasets: pip install datasets") from None
+    try:
+        rows = datasets.load_dataset(name, subset, split=split, streaming=True)
+        for number, row in enumerate(rows):
+            text = text_of(row, text_field, errors, f"{spec}, row {number}")
+            yield from document_pieces([(text, 0)])
+    except ConfigError:
+        raise
+    except Exception as error:  # datasets raises what its many parts raise
+        raise ConfigError(_explained(spec, error)) from error
+
+
+def _explained(spec: str, error: Exception) -> str:
+    said = " ".join(str(error).split())[:300]
+    if "script" in said.lower():
+        return (
+            f"data.source={spec}: `datasets` no longer runs the scripts that this dataset is made "
+            f"of: {INSTEAD} ({said})"
+        )
+    return (
+        f"data.source={spec}: the hub does not give it ({type(error).__name__}: {said}): check the "
+        f"name and the network, then run the same command again; or {INSTEAD}"
+    )

@@ -1,0 +1,124 @@
+"""What a prepared folder says of itself: meta.json, with one entry for each shard in it.
+
+A shard is three files: NAME.bin (ids, little-endian), NAME.crc (a CRC-32 for each block of 4 KiB of
+it) and NAME.starts (int64: at which of its tokens documents start).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data.options import ConfigError
+
+SPLITS = ("train", "val")
+META_FILE = "meta.json"
+BLOCK_BYTES = 4096
+
+
+class DamagedData(Exception):
+    """Prepared data that is not what was written."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard: whose it is, what it holds, and the checksums of its files."""
+
+    split: str
+    source: int  # position in the mixture; 0 for a plain source
+    file: str
+    tokens: int
+    documents: int  # that start in it
+    bytes: int  # of text
+    sha256: str
+    starts_crc: int
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a prepared folder holds."""
+
+    source: str
+    tokenizer: str
+    vocab_size: int
+    dtype: str
+    fingerprint: str  # hex, of everything that determines the ids and their order
+    splits: list[str]  # how each source of the mixture was split: tail, document or files
+    weights: list[float]  # of each source of the mixture
+    shards: list[Shard]
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """{"train": ..., "val": ...}"""
+        return {split: sum(s.tokens for s in self.of(split)) for split in SPLITS}
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """UTF-8 bytes of text in each split."""
+        return {split: sum(s.bytes for s in self.of(split)) for split in SPLITS}
+
+    @property
+    def documents(self) -> dict[str, int]:
+        """Documents that start in each split."""
+        return {split: sum(s.documents for s in self.of(split)) for split in SPLITS}
+
+    def of(self, split: str, source: int | None = None) -> list[Shard]:
+        """The shards of one split, in order; of one source of the mixture if it is given."""
+        return [s for s in self.shards if s.split == split and source in (None, s.source)]
+
+    @property
+    def id_dtype(self) -> np.dtype:
+        """The dtype of ids on disk."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+
+def read_meta(folder: Path) -> Meta:
+    """What a prepared folder holds. Raises ConfigError if it is none, DamagedData if unreadable."""
+    path = Path(folder) / META_FILE
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no prepared data ({META_FILE} is missing)")
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        shards = [Shard(**shard) for shard in about.pop("shards")]
+        return Meta(shards=shards, **about)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedData(
+            f"{path} is damaged ({error}): delete the folder and prepare again"
+        ) from None
+
+
+def write_meta(folder: Path, meta: Meta) -> None:
+    """Write meta.json, which makes a folder of shards complete."""
+    write_json(Path(folder) / META_FILE, asdict(meta))
+
+
+def write_json(path: Path, content: object) -> None:
+    """Replace a small file as a whole, surely on disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8", newline="\n") as stream:
+        json.dump(content, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+
+
+def read_checked(path: Path, size: int) -> bytes:
+    """A small file of known size. Raises DamagedData if it has another."""
+    check_size(path, size)
+    return path.read_bytes()
+
+
+def check_size(path: Path, size: int) -> None:
+    """Raise DamagedData unless the file is there and has this size."""
+    found = path.stat().st_size if path.is_file() else None
+    if found != size:
+        state = "is missing" if found is None else f"has {found} bytes"
+        raise DamagedData(
+            f"{path} {state}, {size} were written: delete the folder and prepare again"
+        )

@@ -1,0 +1,97 @@
+"""Files of ids that others wrote: nanoGPT's .bin (no header) and llm.c's (1 KiB of header)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from data.encode import Encoded, Ids
+from data.options import ConfigError
+from data.sources import Source
+from data.vocabulary import Tokenizer
+
+HEADER_BYTES = 1024
+LLM_C_MAGIC = {20240520: "<u2", 20240801: "<u4"}
+CHUNK_IDS = 1 << 20
+
+
+class IdsFile(NamedTuple):
+    """One .bin file: where its ids start, how many they are, and of which dtype."""
+
+    path: Path
+    offset: int
+    dtype: str
+    count: int
+
+
+def look_at(path: Path, vocab_size: int) -> IdsFile:
+    """What a .bin file holds. Raises ConfigError if it is cut short.
+
+    Without llm.c's header the ids are uint16, as nanoGPT writes them, unless the vocabulary needs
+    uint32.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        header = np.frombuffer(stream.read(12), dtype="<i4") if size >= HEADER_BYTES else []
+    if len(header) and int(header[0]) in LLM_C_MAGIC:
+        dtype, count, offset = LLM_C_MAGIC[int(header[0])], int(header[2]), HEADER_BYTES
+        if size != offset + count * np.dtype(dtype).itemsize:
+            raise ConfigError(f"{path}: its header promises {count} ids, but it has {size} bytes")
+        return IdsFile(path, offset, dtype, count)
+    dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
+    if size % np.dtype(dtype).itemsize:
+        raise ConfigError(f"{path}: {size} bytes are no whole number of {dtype[1:]} ids")
+    return IdsFile(path, 0, dtype, size // np.dtype(dtype).itemsize)
+
+
+def encoded_ids(
+    source: Source, tokenizer: Tokenizer, dtype: str, val_fraction: float
+) -> Iterator[Encoded]:
+    """The ids of a source's files, split by the files' names (train, val) or else by the tail."""
+    files = [look_at(path, tokenizer.vocab_size) for path in source.files]
+    by_name = any("val" in file.path.stem for file in files)
+    left = sum(file.count for file in files)
+    left = left if by_name else int(left * (1 - val_fraction))
+    begun: set[str] = set()
+    for file in files:
+        read = file.offset
+        for ids in _chunks(file, tokenizer.vocab_size):
+            if by_name:
+                found = {"val" if "val" in file.path.stem else "train": ids}
+            else:
+                found = {"train": ids[:left], "val": ids[left:]}
+                left -= len(found["train"])
+            done = Encoded(read=read + ids.nbytes)
+            for split, some in found.items():
+                if len(some):
+                    done.splits[split] = _described(some, tokenizer, dtype, split not in begun)
+                    begun.add(split)
+            yield done
+            read = 0
+
+
+def _chunks(file: IdsFile, vocab_size: int) -> Iterator[np.ndarray]:
+    """The ids, some at a time. Raises ConfigError for one that the vocabulary does not have."""
+    item = np.dtype(file.dtype).itemsize
+    with file.path.open("rb") as stream:
+        for start in range(0, file.count, CHUNK_IDS):
+            stream.seek(file.offset + start * item)
+            ids = np.frombuffer(stream.read(CHUNK_IDS * item), dtype=file.dtype)
+            if int(ids.max()) >= vocab_size:
+                at = int((ids >= vocab_size).argmax())
+                raise ConfigError(
+                    f"{file.path}: token {start + at} is id {ids[at]}, but the tokenizer has "
+                    f"{vocab_size} ids: name the tokenizer that made the file with --tokenizer"
+                )
+            yield ids
+
+
+def _described(ids: np.ndarray, tokenizer: Tokenizer, dtype: str, first: bool) -> Ids:
+    """Ids with their document starts: after each end-of-text, and at the very beginning."""
+    ends = np.flatnonzero(ids == tokenizer.eot) if tokenizer.eot is not None else []
+    starts = np.concatenate([[0] if first else [], np.asarray(ends) + 1]).astype(np.int64)
+    n_bytes = int(tokenizer.byte_lengths()[ids].sum())
+    return Ids(ids.astype(dtype), starts, n_bytes)

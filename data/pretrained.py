@@ -1,0 +1,185 @@
+"""Other people's tokenizers: tiktoken's encodings by name, and Hugging Face's tokenizer.json."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+
+from data.bpe import JSON_FILE, byte_of_character, encoding_of
+from data.options import ConfigError
+from data.vocabulary import FILE, Tokenizer, described
+
+RANKS_FILE = "ranks.tiktoken"  # tiktoken's form: a token in base64 and its rank on each line
+CONFIG_FILE = "tokenizer_config.json"
+NETWORK_SECONDS = 10
+WHITE_CHARACTERS = 1 << 17
+
+TIKTOKEN_HOST = "https://openaipublic.blob.core.windows.net/"
+TIKTOKEN_FILES = {
+    "gpt2": ("gpt-2/encodings/main/vocab.bpe", "gpt-2/encodings/main/encoder.json"),
+    "r50k_base": ("encodings/r50k_base.tiktoken",),
+    "p50k_base": ("encodings/p50k_base.tiktoken",),
+    "p50k_edit": ("encodings/p50k_base.tiktoken",),
+    "cl100k_base": ("encodings/cl100k_base.tiktoken",),
+    "o200k_base": ("encodings/o200k_base.tiktoken",),
+    "o200k_harmony": ("encodings/o200k_base.tiktoken",),
+}
+BYTE_OF = byte_of_character()
+COMMON_EOTS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+
+# tiktoken's encodings
+
+
+def tiktoken_by_name(name: str) -> Tokenizer:
+    """A tiktoken encoding. Raises ConfigError at once if it is not cached and there is no network."""
+    import tiktoken
+
+    for file in TIKTOKEN_FILES[name]:
+        _fetch_once(name, TIKTOKEN_HOST + file)
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except Exception as error:
+        raise ConfigError(
+            f"data.tokenizer={name}: tiktoken cannot load it ({error}): delete the damaged file in "
+            f"{_tiktoken_cache()} and fetch it again"
+        ) from error
+    ranks = encoding._mergeable_ranks.items()
+    lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for piece, rank in ranks]
+    about = {
+        "name": name,
+        "pattern": encoding._pat_str,
+        "vocab_size": encoding.n_vocab,
+        "eot": encoding.eot_token,
+    }
+    return tiktoken_from_ranks(about, "".join(lines))
+
+
+def tiktoken_from_ranks(about: dict, ranks_text: str) -> Tokenizer:
+    """The tokenizer of saved ranks; needs neither network nor cache."""
+    pairs = [line.split() for line in ranks_text.splitlines()]
+    ranks = {base64.b64decode(piece): int(rank) for piece, rank in pairs}
+    encoding = encoding_of(about["name"], about["pattern"], ranks)
+    table = [b""] * about["vocab_size"]
+    for piece, rank in ranks.items():
+        table[rank] = piece
+
+    def encode(text: str) -> np.ndarray:
+        blocks = [encoding.encode_to_numpy(b, disallowed_special=()) for b in _blocks(text)]
+        return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+
+    files = {FILE: described("tiktoken", **about), RANKS_FILE: ranks_text}
+    return Tokenizer(about["name"], table, about["eot"], encode, files)
+
+
+def _blocks(text: str) -> list[str]:
+    """The text whole, unless it holds a run of white space on which tiktoken's regex overflows."""
+    starts = range(0, len(text), WHITE_CHARACTERS)
+    blocks = [text[at : at + WHITE_CHARACTERS] for at in starts]
+    return blocks if any(block.isspace() for block in blocks[:-1]) else [text]
+
+
+def _tiktoken_cache() -> Path:
+    named = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+    return Path(named or Path(tempfile.gettempdir(), "data-gym-cache"))
+
+
+def _fetch_once(name: str, address: str) -> None:
+    """Put a file where tiktoken looks for it: tiktoken itself would try for minutes."""
+    path = _tiktoken_cache() / hashlib.sha1(address.encode()).hexdigest()
+    if path.exists():
+        return
+    try:
+        with urllib.request.urlopen(address, timeout=NETWORK_SECONDS) as response:
+            content = response.read()
+    except OSError as error:
+        raise ConfigError(
+            f"data.tokenizer={name}: {address} cannot be fetched ({error}): fetch it elsewhere and "
+            f"put it at {path} (the folder is TIKTOKEN_CACHE_DIR's), or use --tokenizer=bpe:N, "
+            "which needs no network"
+        ) from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+# Hugging Face's tokenizer.json
+
+
+def hf_from_folder(folder: str) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder. Raises ConfigError if there is none."""
+    path = Path(folder).expanduser() / JSON_FILE
+    if not path.is_file():
+        raise ConfigError(f"data.tokenizer=hf:{folder}: there is no {path}")
+    config = path.with_name(CONFIG_FILE)
+    config_text = config.read_text(encoding="utf-8") if config.is_file() else "{}"
+    return hf_from_json(f"hf:{folder}", path.read_text(encoding="utf-8"), config_text)
+
+
+def hf_from_json(name: str, tokenizer_json: str, config_text: str = "{}") -> Tokenizer:
+    """The tokenizer of a tokenizer.json; its end-of-text is the eos_token of the config."""
+    from tokenizers import Tokenizer as Loaded
+
+    try:
+        loaded = Loaded.from_str(tokenizer_json)
+    except Exception as error:
+        raise ConfigError(
+            f"data.tokenizer={name}: tokenizer.json cannot be read: {error}"
+        ) from None
+    loaded.no_truncation()
+    loaded.no_padding()
+    loaded.encode_special_tokens = True  # special tokens' text is plain text
+
+    def encode(text: str) -> np.ndarray:
+        return np.array(loaded.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    files = {FILE: described("hf", name=name), JSON_FILE: tokenizer_json, CONFIG_FILE: config_text}
+    return Tokenizer(name, _table(loaded), _eot(loaded, config_text), encode, files)
+
+
+def _table(loaded) -> list[bytes]:
+    """The bytes of each id, by the kind of the tokenizer's decoder; none for special tokens."""
+    about = json.loads(loaded.to_str())
+    kinds = json.dumps([about["decoder"], about["pre_tokenizer"]])
+    vocabulary = loaded.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocabulary.values()) + 1)
+    if '"ByteLevel"' in kinds:
+        to_bytes = _byte_level
+    else:
+        to_bytes = _word_piece if '"WordPiece"' in kinds else _metaspace
+    for token, i in vocabulary.items():
+        table[i] = to_bytes(token)
+    for i, token in loaded.get_added_tokens_decoder().items():
+        table[i] = b"" if token.special else token.content.encode("utf-8")
+    return table
+
+
+def _byte_level(token: str) -> bytes:
+    known = all(c in BYTE_OF for c in token)
+    return bytes(BYTE_OF[c] for c in token) if known else token.encode("utf-8")
+
+
+def _metaspace(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode("utf-8")
+
+
+def _word_piece(token: str) -> bytes:
+    return (token[2:] if token.startswith("##") else " " + token).encode("utf-8")
+
+
+def _eot(loaded, config_text: str) -> int | None:
+    named = json.loads(config_text).get("eos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    candidates = [named] if named else []
+    found = [loaded.token_to_id(token) for token in (*candidates, *COMMON_EOTS)]
+    return next((i for i in found if i is not None), None)
