@@ -30,7 +30,6 @@ def main(argv: list[str]) -> int:
     with ExitStack() as stack:
         ranks = join_ranks(config.parallel.mode, config.parallel.timeout)
         stack.callback(ranks.close)
-        interrupts = stack.enter_context(Interrupts())
         warn = print if ranks.first else _silent
         say = _silent if config.log.quiet else warn
 
@@ -45,11 +44,13 @@ def main(argv: list[str]) -> int:
         state = startup.restore(checkpoint, setup, data, say)
         loader = startup.make_loader(config, data)
         checkpoints = Checkpoints(Path(config.run.out_dir, "checkpoints"), warn)
+        interrupts = Interrupts()
         run = Run(config, setup, data, loader, state, checkpoints, interrupts, say)
         if run.finished and not run.evaluation_is_due:
             warn(f"{run.folder} is finished: {state.step} steps, {run.outcome}")
             return 0
-        with recording(run):
+        # Until here Ctrl-C ends at once: there is nothing to save.
+        with recording(run), interrupts:
             introduce(run)
             train(run)
         if ranks.first and not run.stopping:
