@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -379,6 +381,34 @@ def test_any_overrides_give_a_config_or_one_clear_error(overrides):
     else:
         assert config.problems() == []
         assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], ["CONFIG is missing"]),
+        (["nope.py"], ["CONFIG=nope.py: no such file"]),
+        (["config/debug.py", "--bach_size", "8"], ["--bach_size is not an option"]),
+        (["config/debug.py", "--lr=1.x", "--dropout=1.5"], ["optim.lr=1.x", "model.dropout=1.5"]),
+        (["config/debug.py", "--micro_batch=3"], ["data.micro_batch=3"]),
+        (["config/debug.py", "--dtype=fp8"], ["run.dtype=fp8: must be auto or float32"]),
+    ],
+)
+def test_a_mistake_ends_the_command_before_anything_is_made(argv, said, tmp_path):
+    argv = [str(ROOT / word) if word.startswith("config/") else word for word in argv]
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *argv],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    lines = [line for line in ended.stderr.splitlines() if "usage: " not in line]
+    assert len(lines) == len(said)
+    for line, part in zip(lines, said, strict=True):
+        assert line.startswith(f"error: {part}")
+    assert list(tmp_path.iterdir()) == []
 
 
 # JSON
