@@ -113,11 +113,10 @@ def parse_arguments(
         if not _is_option(token):
             found.positionals.append(token)
             continue
-        name, has_value, text = token.removeprefix("--").partition("=")
+        name, has_value, given = token.removeprefix("--").partition("=")
         option = known.get(name) if token.startswith("--") else None
         meant = option or known.get(nearest(name, known, hints) or "")
-        if not has_value and meant is not None:
-            text = _take_value(meant, tokens)
+        text = given if has_value or meant is None else _take_value(meant, tokens)
         if option is None:
             found.problems.append(_unknown(token.partition("=")[0], meant))
         else:

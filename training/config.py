@@ -81,8 +81,8 @@ class Config:
     log: LogConfig = LogConfig()
 
     def problems(self) -> list[str]:
-        """All that is wrong, in plain words: types, then ranges, then what does not go together."""
-        found = []
+        """All that is wrong in any section, in plain words: types first, then what is out of range."""
+        found: list[str] = []
         for name, section in sections_of(self):
             wrong_types = _conformed(name, section)[1]
             found += wrong_types or section.problems()
