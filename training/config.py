@@ -81,7 +81,7 @@ class Config:
     log: LogConfig = LogConfig()
 
     def problems(self) -> list[str]:
-        """All that is wrong in any section, in plain words: types first, then what is out of range."""
+        """All that is wrong in any section, in plain words: types first, then ranges."""
         found: list[str] = []
         for name, section in sections_of(self):
             wrong_types = _conformed(name, section)[1]
