@@ -298,3 +298,29 @@ def test_no_globals_and_nothing_left_to_do(file):
     assert not [node for node in ast.walk(TREES[file]) if isinstance(node, ast.Global)]
     text = (ROOT / file).read_text(encoding="utf-8")
     assert not [word for word in ("TO" + "DO", "FIX" + "ME", "XX" + "X") if word in text]
+
+
+# What the README says of it
+
+
+def readme_tree() -> list[str]:
+    """The paths in the README's file tree: a line each, the files of a folder indented below it."""
+    blocks = (ROOT / "README.md").read_text(encoding="utf-8").split("```")[1::2]
+    tree = next((block for block in blocks if "\nmodel/ " in block), None)
+    assert tree, "README.md has no block with a line for model/ and one for each file in it"
+    found, folder = [], ""
+    for line in filter(str.strip, tree.splitlines()):
+        name = line.split()[0]
+        folder = folder if line.startswith(" ") else ""
+        found.append(folder + name)
+        folder = name if name.endswith("/") else folder
+    return found
+
+
+def test_the_readmes_file_tree_is_the_real_one():
+    told = readme_tree()
+    real = {file.as_posix() for file in FILES if file.name != "__init__.py"}
+    assert len(set(told)) == len(told)
+    assert not [path for path in told if not (ROOT / path).exists()]
+    assert real <= set(told), f"not in the tree: {sorted(real - set(told))}"
+    assert {"tests/", "README.md", "LICENSE", "requirements.txt"} <= set(told)
