@@ -1,4 +1,4 @@
-"""Our own byte-level BPE: trained by `tokenizers`, kept as its tokenizer.json, encoded by tiktoken."""
+"""Our own byte-level BPE: trained by `tokenizers`, kept as tokenizer.json, encoded by tiktoken."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from data.vocabulary import FILE, Tokenizer, described
+from data.vocabulary import END_OF_TEXT, FILE, Tokenizer, described
 
 JSON_FILE = "tokenizer.json"  # Hugging Face's form
-END_OF_TEXT = "<|endoftext|>"
 
 # How text is cut before BPE: GPT-4's rules, spelled so that the regex engines of tiktoken and of
 # `tokenizers` agree. Runs of white space are bounded: tiktoken's engine overflows its stack on
@@ -64,6 +63,7 @@ def own_bpe(name: str, tokenizer_json: str) -> Tokenizer:
         table=[*table, b""],
         eot=len(table),
         encode_array=lambda text: encoding.encode_to_numpy(text, disallowed_special=()),
+        special={END_OF_TEXT: len(table)},
         files={FILE: described("bpe", name=name), JSON_FILE: tokenizer_json},
     )
 

@@ -226,7 +226,7 @@ def _replace(partial: Path, folder: Path) -> None:
 
 
 def fingerprint(folder: Path, dtype: str, weights: list[float], shards: list[Shard]) -> str:
-    """Hex of all that determines the ids and their meaning: the shards and the tokenizer's files."""
+    """Hex of all that determines the ids and their meaning: shards and tokenizer files."""
     files = sorted((folder / "tokenizer").iterdir())
     tokenizer = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in files]
     ids = [[s.split, s.source, s.tokens, s.sha256] for s in shards]

@@ -8,13 +8,14 @@ import json
 import os
 import tempfile
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from data.bpe import JSON_FILE, byte_of_character, encoding_of
 from data.options import ConfigError
-from data.vocabulary import FILE, Tokenizer, described
+from data.vocabulary import END_OF_TEXT, FILE, Tokenizer, described
 
 RANKS_FILE = "ranks.tiktoken"  # tiktoken's form: a token in base64 and its rank on each line
 CONFIG_FILE = "tokenizer_config.json"
@@ -31,15 +32,14 @@ TIKTOKEN_FILES = {
     "o200k_base": ("encodings/o200k_base.tiktoken",),
     "o200k_harmony": ("encodings/o200k_base.tiktoken",),
 }
-BYTE_OF = byte_of_character()
-COMMON_EOTS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+COMMON_EOTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 # tiktoken's encodings
 
 
 def tiktoken_by_name(name: str) -> Tokenizer:
-    """A tiktoken encoding. Raises ConfigError at once if it is not cached and there is no network."""
+    """A tiktoken encoding. Without it in the cache and a network: ConfigError, at once."""
     import tiktoken
 
     for file in TIKTOKEN_FILES[name]:
@@ -57,7 +57,7 @@ def tiktoken_by_name(name: str) -> Tokenizer:
         "name": name,
         "pattern": encoding._pat_str,
         "vocab_size": encoding.n_vocab,
-        "eot": encoding.eot_token,
+        "special": encoding._special_tokens,
     }
     return tiktoken_from_ranks(about, "".join(lines))
 
@@ -75,8 +75,9 @@ def tiktoken_from_ranks(about: dict, ranks_text: str) -> Tokenizer:
         blocks = [encoding.encode_to_numpy(b, disallowed_special=()) for b in _blocks(text)]
         return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
+    special = about["special"]
     files = {FILE: described("tiktoken", **about), RANKS_FILE: ranks_text}
-    return Tokenizer(about["name"], table, about["eot"], encode, files)
+    return Tokenizer(about["name"], table, special[END_OF_TEXT], encode, special, files)
 
 
 def _blocks(text: str) -> list[str]:
@@ -141,8 +142,10 @@ def hf_from_json(name: str, tokenizer_json: str, config_text: str = "{}") -> Tok
     def encode(text: str) -> np.ndarray:
         return np.array(loaded.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
+    added = loaded.get_added_tokens_decoder().items()
+    special = {token.content: i for i, token in added if token.special}
     files = {FILE: described("hf", name=name), JSON_FILE: tokenizer_json, CONFIG_FILE: config_text}
-    return Tokenizer(name, _table(loaded), _eot(loaded, config_text), encode, files)
+    return Tokenizer(name, _table(loaded), _eot(loaded, config_text), encode, special, files)
 
 
 def _table(loaded) -> list[bytes]:
@@ -152,7 +155,7 @@ def _table(loaded) -> list[bytes]:
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values()) + 1)
     if '"ByteLevel"' in kinds:
-        to_bytes = _byte_level
+        to_bytes = partial(_byte_level, byte_of_character())
     else:
         to_bytes = _word_piece if '"WordPiece"' in kinds else _metaspace
     for token, i in vocabulary.items():
@@ -162,9 +165,9 @@ def _table(loaded) -> list[bytes]:
     return table
 
 
-def _byte_level(token: str) -> bytes:
-    known = all(c in BYTE_OF for c in token)
-    return bytes(BYTE_OF[c] for c in token) if known else token.encode("utf-8")
+def _byte_level(byte_of: dict[str, int], token: str) -> bytes:
+    known = all(c in byte_of for c in token)
+    return bytes(byte_of[c] for c in token) if known else token.encode("utf-8")
 
 
 def _metaspace(token: str) -> bytes:

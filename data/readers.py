@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -100,18 +100,23 @@ def _lines(file: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def text_of(row: Any, text_field: str, errors: str, name: str) -> str:
-    """The text of one row; none for null. Raises ConfigError if the field is not there or no text."""
+    """The text of one row; "" for null. Raises ConfigError if the field is missing or no text."""
     if not isinstance(row, dict):
         raise ConfigError(f"{name}: must be a JSON object with a field {text_field!r}")
-    if text_field not in row:
-        fields = ", ".join(map(repr, row)) or "none"
-        raise ConfigError(
-            f"{name}: has no field {text_field!r}, only {fields}: choose one with --text_field"
-        )
+    check_field(text_field, row, name)
     text = row[text_field]
     if text is not None and not isinstance(text, str):
         raise ConfigError(f"{name}: field {text_field!r} holds {type(text).__name__}, not text")
     return without_surrogates(text or "", errors, name)
+
+
+def check_field(text_field: str, fields: Iterable[str], name: str) -> None:
+    """Raise ConfigError unless the field is one of these."""
+    if text_field not in fields:
+        there = ", ".join(map(repr, fields)) or "none"
+        raise ConfigError(
+            f"{name}: has no field {text_field!r}, only {there}: choose one with --text_field"
+        )
 
 
 def parquet_pieces(file: Path, text_field: str, errors: str) -> Iterator[Piece]:
@@ -121,9 +126,7 @@ def parquet_pieces(file: Path, text_field: str, errors: str) -> Iterator[Piece]:
 
     try:
         with ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            if text_field not in names:
-                text_of(dict.fromkeys(names), text_field, errors, str(file))
+            check_field(text_field, table.schema_arrow.names, str(file))
             size, rows, done = file.stat().st_size, table.metadata.num_rows, 0
             for batch in table.iter_batches(PARQUET_ROWS, columns=[text_field]):
                 for text in batch.column(0).to_pylist():

@@ -167,9 +167,9 @@ class DocumentWindows:
     def pair(self, i: int, shift: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, targets), (T,) each; IGNORE_INDEX beyond the end of the document."""
         window = self.window(i)
-        window_targets = window[1:].copy()
-        window_targets[self._place(i)[1] :] = IGNORE_INDEX
-        return window[:-1], window_targets
+        targets = window[1:].copy()
+        targets[self._place(i)[1] :] = IGNORE_INDEX
+        return window[:-1], targets
 
 
 WINDOWS = {"packed": PackedWindows, "document": DocumentWindows}
@@ -205,7 +205,7 @@ class Windows:
         return self.window(i)
 
     def window(self, i: int, shift: int = 0) -> np.ndarray:
-        """(T + 1,) int64 ids of window i, the grid moved by `shift` tokens round a ring (packed)."""
+        """(T + 1,) int64 ids of window i; packed: of the grid moved by `shift`, read as a ring."""
         part, within = self._locate(i)
         return part.window(within, shift)
 

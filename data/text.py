@@ -58,7 +58,7 @@ def decode(
 
 
 def without_surrogates(text: str, errors: str, name: object) -> str:
-    """JSON can spell half of a surrogate pair, which UTF-8 cannot. Raises ConfigError, if strict."""
+    """The text without half surrogate pairs, which JSON can spell; ConfigError, if strict."""
     try:
         text.encode("utf-8")
         return text

@@ -6,6 +6,7 @@ The text of special tokens is plain text here; the end-of-text enters only as an
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,28 +16,38 @@ import numpy as np
 from data.options import ConfigError
 
 FILE = "plaingpt_tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
 class Tokenizer:
     """`table[i]` holds the bytes that id i stands for; none for the end-of-text and other specials.
 
-    encode_array: text -> (n,) integer array. files: what `save` writes, name -> content.
+    encode_array: text -> (n,) integer array, special tokens' text being plain text. special: text
+    of special tokens -> id. files: what `save` writes, name -> content.
     """
 
     name: str
     table: Sequence[bytes]
     eot: int | None
     encode_array: Callable[[str], np.ndarray]
+    special: dict[str, int] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def vocab_size(self) -> int:
         return len(self.table)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens' text is plain text."""
-        return self.encode_array(text).tolist()
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Ids of a text. `special`: the text of special tokens becomes their ids, else plain ones."""
+        if not special or not self.special:
+            return self.encode_array(text).tolist()
+        names = sorted(self.special, key=len, reverse=True)
+        ids = []
+        for part in re.split("(" + "|".join(map(re.escape, names)) + ")", text):
+            is_special = part in self.special
+            ids += [self.special[part]] if is_special else self.encode_array(part).tolist()
+        return ids
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes that the ids stand for. Raises ValueError for an id that is none of ours."""
@@ -57,7 +68,7 @@ class Tokenizer:
         return np.array([len(piece) for piece in self.table], dtype=np.int64)
 
     def save(self, folder: Path) -> None:
-        """Write small plain files that `load_tokenizer` needs, and nothing else, to read it back."""
+        """Write the small plain files from which `load_tokenizer` reads it back."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             (folder / name).write_text(content, encoding="utf-8", newline="\n")
@@ -75,6 +86,7 @@ def byte_tokenizer() -> Tokenizer:
         table=[bytes([b]) for b in range(256)] + [b""],
         eot=256,
         encode_array=lambda text: np.frombuffer(text.encode("utf-8"), dtype=np.uint8),
+        special={END_OF_TEXT: 256},
         files={FILE: described("byte")},
     )
 
@@ -96,6 +108,7 @@ def char_tokenizer(alphabet: str, with_eot: bool) -> Tokenizer:
         table=[c.encode("utf-8") for c in alphabet] + [b""] * with_eot,
         eot=len(alphabet) if with_eot else None,
         encode_array=encode,
+        special={END_OF_TEXT: len(alphabet)} if with_eot else {},
         files={FILE: described("char", alphabet=alphabet, eot=with_eot)},
     )
 

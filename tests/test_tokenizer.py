@@ -1,0 +1,420 @@
+"""Tokenizers: text comes back, ids are those of the libraries, nothing needs a network."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Library
+
+from data import bpe, pretrained
+from data.config import TIKTOKEN_NAMES, DataConfig
+from data.options import ConfigError
+from data.tokenizer import StreamDecoder, build_tokenizer, load_tokenizer, start_ids
+from data.vocabulary import byte_tokenizer, char_tokenizer
+
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+SPECIAL = "<|endoftext|>"
+HARD = [
+    "",
+    " ",
+    "\n",
+    "a",
+    "no final newline",
+    "\t\tx = 1\n\n\n    y  =  2   \n",
+    "don't DON'T we'LL I'Ve 'sx 'ſ",
+    "naïve café 日本語のテキスト नमस्ते 🙂🏳️‍🌈 \u0300\u0301",
+    "12345 3.14159 1e-10 ٣٤٥ Ⅷ ½",
+    "a\u00a0b\u2003c\u3000d\u1680e\u2028f\u0085g\x1ch\u200bi\u180ej",
+    "\r\n \r \n\r mixed\r\nnewlines\r",
+    "\ufeffmark \x00nul\x00\x01\x7f",
+    f"before{SPECIAL}after {SPECIAL}<|fim_prefix|>",
+    " " * 70 + "x" + "\n" * 200 + " \n" * 100,
+    "!?.,;:" * 50 + "\n\n",
+    "\U0010ffff\ud7ff\ue000",
+]
+
+
+def corpus(count: int = 12) -> list[str]:
+    """A few real Python files."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return [path.read_text("utf-8") for path in sorted(folder.glob("a*.py"))[:count]]
+
+
+@pytest.fixture(scope="module")
+def own():
+    return bpe.train_bpe("bpe:600", 600, [*corpus(), *HARD])
+
+
+@pytest.fixture(scope="module")
+def library(own):
+    """The same tokenizer.json, encoded by `tokenizers`."""
+    library = Library.from_str(own.files[bpe.JSON_FILE])
+    library.encode_special_tokens = True
+    return library
+
+
+@pytest.fixture(scope="module")
+def named(own):
+    """What tiktoken_by_name makes of an encoding: here one with GPT-2's pattern and our ranks."""
+    ranks = {piece: i for i, piece in enumerate(own.table) if piece}
+    lines = [f"{pretrained.base64.b64encode(piece).decode()} {i}\n" for piece, i in ranks.items()]
+    special = {SPECIAL: len(ranks), "<|fim_prefix|>": len(ranks) + 3}
+    about = {"pattern": GPT2_PATTERN, "vocab_size": len(ranks) + 4, "special": special}
+    return pretrained.tiktoken_from_ranks({"name": "gpt2", **about}, "".join(lines))
+
+
+@pytest.fixture(scope="module")
+def hugging(own):
+    return pretrained.hf_from_json("hf:x", own.files[bpe.JSON_FILE])
+
+
+@pytest.fixture(params=["char", "byte", "own", "named", "hugging"])
+def tokenizer(request):
+    if request.param == "char":
+        return char_tokenizer("".join(sorted(set("".join([*corpus(), *HARD])))), True)
+    if request.param == "byte":
+        return byte_tokenizer()
+    return request.getfixturevalue(request.param)
+
+
+# Text comes back
+
+
+@pytest.mark.parametrize("text", HARD, ids=range(len(HARD)))
+def test_decoding_what_was_encoded_gives_the_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode_bytes(ids) == text.encode("utf-8")
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    assert all(type(i) is int for i in ids)
+
+
+@given(text=st.text())
+@settings(max_examples=150, deadline=None)
+def test_any_unicode_text_comes_back(own, named, hugging, text):
+    for tokenizer in (own, named, hugging, byte_tokenizer()):
+        assert tokenizer.decode_bytes(tokenizer.encode(text)) == text.encode("utf-8")
+
+
+@given(data=st.binary())
+def test_any_bytes_are_ids_of_the_byte_tokenizer(data):
+    assert byte_tokenizer().decode_bytes(data) == data
+
+
+def test_byte_lengths_count_the_bytes_of_a_text(tokenizer):
+    text = "".join(corpus(3)) + HARD[7]
+    lengths = tokenizer.byte_lengths()
+    assert lengths.shape == (tokenizer.vocab_size,)
+    assert lengths[tokenizer.encode(text)].sum() == len(text.encode("utf-8"))
+    assert lengths[tokenizer.eot] == 0
+
+
+@given(data=st.binary(max_size=40), eots=st.lists(st.integers(0, 40), max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_streaming_gives_what_decoding_the_whole_gives(data, eots):
+    tokenizer = byte_tokenizer()
+    ids = list(data)
+    for at in eots:
+        ids.insert(at, tokenizer.eot)
+    decoder = StreamDecoder(tokenizer)
+    pieces = [decoder.push(i) for i in ids]
+    assert "".join(pieces) + decoder.finish() == tokenizer.decode(ids)
+
+
+def test_streaming_gives_a_character_when_it_is_complete_and_not_before(own):
+    ids = own.encode("é🙂x")
+    decoder = StreamDecoder(own)
+    shown = [decoder.push(i) for i in ids]
+    assert "\ufffd" not in "".join(shown)
+    assert "".join(shown) == "é🙂x"
+    cut = StreamDecoder(byte_tokenizer())
+    assert [cut.push(b) for b in "🙂".encode()[:3]] == ["", "", ""]
+    assert cut.finish() == "\ufffd"
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_an_id_outside_the_vocabulary_is_refused_by_name(tokenizer, token):
+    with pytest.raises(ValueError, match=f"{token} is outside .* {tokenizer.vocab_size}"):
+        tokenizer.decode([token])
+
+
+# The ids are the libraries'
+
+
+@pytest.mark.parametrize("text", HARD, ids=range(len(HARD)))
+def test_own_bpe_gives_the_ids_of_tokenizers(own, library, text):
+    assert own.encode(text) == library.encode(text).ids
+
+
+def test_own_bpe_gives_the_ids_of_tokenizers_on_real_files(own, library):
+    for text in corpus(40):
+        assert own.encode(text) == library.encode(text).ids
+
+
+@given(text=st.text(alphabet=st.sampled_from("aAé1٣ \t\n\r'!_日🙂sLl\u00a0\u0085\x1c\u3000\u0301")))
+@settings(max_examples=300, deadline=None)
+def test_own_bpe_gives_the_ids_of_tokenizers_on_any_text(own, library, text):
+    assert own.encode(text) == library.encode(text).ids
+
+
+def test_both_regex_engines_know_the_same_characters(own, library):
+    """Code points between letters, digits and spaces: all of the first plane, some of the next."""
+    points = [c for c in range(0x10000) if not 0xD800 <= c <= 0xDFFF]
+    points += range(0x10000, 0x20000, 7)
+    for start in range(0, len(points), 4096):
+        text = "".join(f"a{chr(c)} {chr(c)}1" for c in points[start : start + 4096])
+        assert own.encode(text) == library.encode(text).ids, hex(points[start])
+
+
+LONG = {
+    "letters": "a" * 10**6,
+    "spaces": " " * 10**6 + "x",
+    "newlines": "\n" * 10**6 + "x",
+    "white space": " \n\t\r" * 250_000 + "x",
+    "one line": "word and " * 110_000,
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_long_runs_are_encoded_whole_and_soon(own, named, kind):
+    for tokenizer in (own, named):
+        began = time.perf_counter()
+        ids = tokenizer.encode(LONG[kind])
+        assert time.perf_counter() - began < 10  # takes 0.2 s
+        assert tokenizer.decode(ids) == LONG[kind]
+
+
+def test_a_vocabulary_has_the_size_asked_for_with_the_end_of_text_last(own):
+    assert own.vocab_size == 600
+    assert own.eot == 599
+    assert json.loads(own.files[bpe.JSON_FILE])["added_tokens"][0]["id"] == 599
+
+
+def test_training_twice_gives_the_same_tokenizer(own):
+    again = bpe.train_bpe("bpe:600", 600, iter([*corpus(), *HARD]))
+    assert again.files == own.files
+
+
+def test_too_little_text_gives_a_smaller_vocabulary():
+    tokenizer = bpe.train_bpe("bpe:1000", 1000, ["abab"])
+    assert tokenizer.vocab_size < 1000
+    assert tokenizer.eot == tokenizer.vocab_size - 1
+    assert tokenizer.decode(tokenizer.encode("zebra")) == "zebra"
+
+
+# Special tokens are ids, their text is text
+
+
+def test_the_text_of_a_special_token_is_plain_text(tokenizer):
+    ids = tokenizer.encode(f"a{SPECIAL}b")
+    assert tokenizer.eot not in ids
+    assert tokenizer.decode(ids) == f"a{SPECIAL}b"
+
+
+def test_a_special_token_is_taken_for_one_when_asked(tokenizer):
+    ids = tokenizer.encode(f"a{SPECIAL}b", special=True)
+    assert ids == [*tokenizer.encode("a"), tokenizer.eot, *tokenizer.encode("b")]
+    assert tokenizer.decode(ids) == "ab"
+
+
+def test_an_empty_prompt_starts_from_the_separator_or_a_newline(tokenizer):
+    assert tokenizer.encode("") == []
+    assert start_ids(tokenizer) == [tokenizer.eot]
+    assert start_ids(char_tokenizer("\nab", False)) == [0]
+    assert start_ids(char_tokenizer("a\nb", False)) == [1]
+    assert start_ids(char_tokenizer("ab", False)) == [0]
+
+
+@pytest.mark.parametrize("text", ["naïve🙂", "\r", "A" * 100, "".join(map(chr, range(300, 350)))])
+def test_a_character_that_char_does_not_know_is_named(text):
+    tokenizer = char_tokenizer("\n abenv", False)
+    with pytest.raises(ConfigError) as refused:
+        tokenizer.encode(text)
+    unknown = next(c for c in sorted(set(text)) if c not in "\n abenv")
+    said = str(refused.value)
+    assert f"{unknown!r} (U+{ord(unknown):04X})" in said
+    assert "abenv" in said
+    assert len(said) < 600
+
+
+# Saved, it stands for itself
+
+
+def test_saved_and_loaded_it_gives_the_same_ids(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "t")
+    loaded = load_tokenizer(tmp_path / "t")
+    assert (loaded.name, loaded.vocab_size, loaded.eot) == (
+        tokenizer.name,
+        tokenizer.vocab_size,
+        tokenizer.eot,
+    )
+    for text in (*HARD, *corpus(2)):
+        assert loaded.encode(text) == tokenizer.encode(text)
+        assert loaded.encode(text, special=True) == tokenizer.encode(text, special=True)
+    assert list(loaded.table) == list(tokenizer.table)
+    loaded.save(tmp_path / "again")
+    for file in (tmp_path / "t").iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+
+
+def test_own_bpe_is_saved_in_hugging_faces_form(own, tmp_path):
+    own.save(tmp_path)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    for text in (HARD[5], HARD[7], corpus(1)[0]):
+        assert theirs.encode(text) == own.encode(text)
+    assert theirs.convert_tokens_to_ids(SPECIAL) == own.eot
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
+# Hugging Face's other kinds
+
+
+def test_a_tokenizer_json_encodes_as_tokenizers_does(tmp_path):
+    pieces = [*("<unk>", "<s>", "</s>"), *(f"<0x{b:02X}>" for b in range(256))]
+    pieces += ["\u2581", *"defrtunx", "de", "\u2581f"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("d", "e"), ("\u2581", "f")]
+    made = Library(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.enable_truncation(5)
+    made.enable_padding(length=300)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
+    tokenizer = build_tokenizer(f"hf:{tmp_path}", None, None)
+    made.no_truncation()
+    made.no_padding()
+    text = "def f(x):\n    return x  # and more than five tokens"
+    assert tokenizer.encode(text) == made.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(tokenizer.encode(text)) == " " + text
+    assert tokenizer.bytes_of(made.token_to_id("<0x0A>")) == b"\n"
+    assert tokenizer.eot == made.token_to_id("</s>")
+    assert tokenizer.byte_lengths()[[tokenizer.eot, made.token_to_id("<s>")]].tolist() == [0, 0]
+
+
+def test_a_word_piece_tokenizer_reads_as_words(tmp_path):
+    vocabulary = {"[UNK]": 0, "[SEP]": 1, "play": 2, "##ing": 3, "now": 4}
+    made = Library(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.decoder = decoders.WordPiece()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("playing now") == [2, 3, 4]
+    assert tokenizer.decode([2, 3, 4]) == " playing now"
+    assert tokenizer.eot == 1
+
+
+def test_a_tokenizer_json_that_is_none_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+# Without a network
+
+
+@pytest.fixture
+def no_network(monkeypatch, tmp_path):
+    for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("name", TIKTOKEN_NAMES)
+def test_a_tiktoken_encoding_fails_at_once_with_the_path_to_fill(no_network, name):
+    began = time.perf_counter()
+    with pytest.raises(ConfigError) as refused:
+        build_tokenizer(name, None, None)
+    assert time.perf_counter() - began < 5
+    said = str(refused.value)
+    address = pretrained.TIKTOKEN_HOST + pretrained.TIKTOKEN_FILES[name][0]
+    assert address in said
+    assert str(no_network / pretrained.hashlib.sha1(address.encode()).hexdigest()) in said
+    assert "bpe:N" in said
+
+
+def test_a_damaged_file_in_the_cache_is_refused_at_once(no_network):
+    no_network.mkdir()
+    for file in pretrained.TIKTOKEN_FILES["gpt2"]:
+        address = pretrained.TIKTOKEN_HOST + file
+        key = pretrained.hashlib.sha1(address.encode()).hexdigest()
+        (no_network / key).write_bytes(b"cut sho")
+    with pytest.raises(ConfigError, match="gpt2"):
+        build_tokenizer("gpt2", None, None)
+
+
+def test_the_addresses_are_those_that_tiktoken_looks_for():
+    from tiktoken_ext import openai_public
+
+    assert set(pretrained.TIKTOKEN_FILES) == set(TIKTOKEN_NAMES)
+    assert set(openai_public.ENCODING_CONSTRUCTORS) == set(TIKTOKEN_NAMES)
+    for name, files in pretrained.TIKTOKEN_FILES.items():
+        made_by = openai_public.ENCODING_CONSTRUCTORS[name]
+        source = inspect.getsource(made_by)
+        if name == "o200k_harmony":
+            source = inspect.getsource(openai_public.o200k_base)
+        for file in files:
+            assert pretrained.TIKTOKEN_HOST + file in source
+
+
+def test_own_tokenizers_never_touch_the_network(no_network, monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection"))
+    build_tokenizer("char", lambda: ("ab", False), None).encode("abba")
+    build_tokenizer("byte", None, None).encode("abba")
+    build_tokenizer("bpe:300", None, lambda: ["some text"]).encode("abba")
+
+
+# Names
+
+
+@pytest.mark.parametrize("name", ["char", "byte", "bpe:257", "bpe:8192", "hf:x", *TIKTOKEN_NAMES])
+def test_good_names_have_no_problems(name):
+    assert DataConfig(tokenizer=name).problems() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("bpe", "257"),
+        ("bpe:256", "257"),
+        ("bpe:-5", "257"),
+        ("bpe:1e4", "257"),
+        ("bpe:9999999", "1000000"),
+        ("gpt-2", "did you mean gpt2"),
+        ("chars", "did you mean char"),
+        ("hf:", "hf:FOLDER"),
+        ("", "char"),
+    ],
+)
+def test_other_names_are_refused_with_what_is_allowed(name, said):
+    (problem,) = DataConfig(tokenizer=name).problems()
+    assert name in problem
+    assert said in problem
+
+
+def test_ids_come_as_integers_that_fit_the_vocabulary(tokenizer):
+    ids = tokenizer.encode_array("some text")
+    assert np.issubdtype(ids.dtype, np.integer)
+    assert ids.ndim == 1
