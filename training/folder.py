@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from training.checkpoint import free_name
+from training.manifest import free_name
 
 
 class FolderHeld(RuntimeError):

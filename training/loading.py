@@ -1,0 +1,54 @@
+"""A checkpoint read back: verified first, then its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from training.manifest import (
+    MODEL,
+    OPTIM,
+    RUN,
+    STATE,
+    DamagedCheckpoint,
+    read_json,
+    read_manifest,
+    read_tensors,
+)
+from training.state import TrainState, state_from_json
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint, its small files parsed."""
+
+    path: Path
+    run: dict[str, Any]
+    state: TrainState
+    about: dict[str, Any]  # where it was made: data, ranks, threads, versions
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        return read_tensors(self.path / MODEL)
+
+    def optim_tensors(self) -> dict[str, Tensor]:
+        return read_tensors(self.path / OPTIM)
+
+
+def load_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
+    """Verify every byte of a checkpoint, then read its small files.
+
+    weights_only: leave out the optimizer's state, which may be missing then.
+    Raises DamagedCheckpoint naming the file that is missing, of another size or hash, or strange.
+    """
+    manifest = read_manifest(path, skip=(OPTIM,) if weights_only else ())
+    run, saved = read_json(path / RUN), read_json(path / STATE)
+    try:
+        state = state_from_json(saved)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path / STATE} is damaged: {error}") from error
+    if state.step != manifest["step"]:
+        raise DamagedCheckpoint(f"{path / STATE}: step {state.step}, not {manifest['step']}")
+    return Checkpoint(path, run, state, manifest["about"])
