@@ -68,9 +68,8 @@ def main(argv: list[str]) -> int:
 
     from training.distributed import pick_device
     from training.precision import Precision
-    from training.startup import load_for_sampling
+    from training.weights import load_for_sampling
 
-    sys.stdout.reconfigure(errors="replace")  # a console that cannot show a character gets "?"
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = pick_device(options.device)
@@ -81,20 +80,24 @@ def main(argv: list[str]) -> int:
 
 
 def read_prompt(options: SampleOptions) -> str:
-    """The prompt's text. Raises ConfigError for a file that is not there or not UTF-8."""
-    if not options.prompt_file:
-        return options.prompt
+    """The prompt's text; in a file, as in the data, every end of line counts as a newline.
+
+    Raises ConfigError for a file that is not there, and for what is not UTF-8.
+    """
+    name = f"prompt_file={options.prompt_file}" if options.prompt_file else "prompt"
     try:
         if options.prompt_file == "-":
             raw = sys.stdin.buffer.read()
-        else:
+        elif options.prompt_file:
             raw = Path(options.prompt_file).read_bytes()
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        where = f"byte {error.start}"
-        raise ConfigError(f"prompt_file={options.prompt_file}: not UTF-8 at {where}") from error
+        else:  # where the locale is not UTF-8, Python hides the bytes typed in surrogates
+            return options.prompt.encode("utf-8", "surrogateescape").decode("utf-8")
+        return raw.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeError as error:
+        where = f" at byte {error.start}" if isinstance(error, UnicodeDecodeError) else ""
+        raise ConfigError(f"{name}: not UTF-8{where}") from error
     except OSError as error:
-        raise ConfigError(f"prompt_file={options.prompt_file}: {error.strerror}") from error
+        raise ConfigError(f"{name}: {error.strerror}") from error
 
 
 def write_samples(

@@ -21,10 +21,10 @@ def main(argv: list[str]) -> int:
     """
     config = load_config(argv)
 
-    from training import startup
+    from training import screen, startup
     from training.checkpoint import Checkpoints
     from training.distributed import join_ranks
-    from training.run import Run, finish, introduce, recording
+    from training.run import Run, recording
     from training.signals import Interrupts
 
     with ExitStack() as stack:
@@ -37,44 +37,48 @@ def main(argv: list[str]) -> int:
         ranks.start(config.run.device)
         data = startup.open_data(config, ranks, say)
         config = startup.resolve(config, ranks, data.tokenizer.vocab_size, say)
+        screen.check_prompt(config, data.tokenizer)
         startup.prepare_process(config)
 
-        model = startup.build_model(config, ranks, say)
+        model = startup.build_model(config, ranks, data.tokenizer, resuming=checkpoint is not None)
         setup = startup.build_setup(config, model, ranks, warn)
         state = startup.restore(checkpoint, setup, data, say)
         loader = startup.make_loader(config, data)
         checkpoints = Checkpoints(Path(config.run.out_dir, "checkpoints"), warn)
         interrupts = Interrupts()
-        run = Run(config, setup, data, loader, state, checkpoints, interrupts, say)
+        run = Run(config, setup, data, loader, state, checkpoints, interrupts, say, warn)
         if run.finished and not run.evaluation_is_due:
-            warn(f"{run.folder} is finished: {state.step} steps, {run.outcome}")
+            screen.say_finished(run)
             return 0
+        startup.clear_folder(config, ranks, stack, warn)
         # Until here Ctrl-C ends at once: there is nothing to save.
         with recording(run), interrupts:
-            introduce(run)
+            screen.introduce(run)
             train(run)
-        if ranks.first and not run.stopping:
-            finish(run)
-        return interrupts.exit_code
+        if run.stopping:
+            screen.say_stopped(run)
+            return interrupts.exit_code
+        if ranks.first:
+            screen.say_result(run)
+        return 0
 
 
 def train(run: Run) -> None:
     """The loop: evaluate, save, step, log, each when it is due, until done or asked to stop."""
     from training.run import batches_from, log_step, run_evaluation, save, take_step
 
-    batches = batches_from(run)
-    while True:
-        if run.evaluation_is_due:
-            run_evaluation(run)
-        if run.stopping or run.finished:
-            break
-        if run.checkpoint_is_due:
-            save(run)
-        take_step(run, batches)
-        if run.state.step % run.config.log.interval == 0 or run.finished:
-            log_step(run)
+    with batches_from(run) as batches:
+        while True:
+            if run.evaluation_is_due:
+                run_evaluation(run)
+            if run.stopping or run.finished:
+                break
+            if run.checkpoint_is_due:
+                save(run)
+            take_step(run, batches)
+            if run.log_is_due:
+                log_step(run)
     save(run)
-    batches.close()
 
 
 def _silent(text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import io
 import os
 import re
 import sys
@@ -257,6 +258,8 @@ def run_command(main: Callable[[list[str]], int | None]) -> NoReturn:
     An error with an `exit_code` becomes "error: ..." lines on stderr, a disk that is full or not
     ours to write becomes 5, Ctrl-C 130. Anything else is a bug of ours and keeps its traceback.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what a console cannot show becomes "?"
     try:
         code = main(sys.argv[1:]) or 0
     except KeyboardInterrupt:

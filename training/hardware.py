@@ -1,4 +1,4 @@
-"""What the hardware could do: the peak that MFU is a share of."""
+"""What the hardware could do, and the share of it that training uses (MFU)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ PEAKS: dict[str, tuple[float, float]] = {
     "B200": (2250e12, 75e12),
     "H200": (989e12, 67e12),
     "H100 PCIe": (756e12, 51e12),
+    "H100 NVL": (835e12, 60e12),
     "H100": (989e12, 67e12),
     "A100": (312e12, 19.5e12),
     "L40S": (362e12, 91.6e12),
@@ -26,19 +27,15 @@ PEAKS: dict[str, tuple[float, float]] = {
 def known_peak(gpu_name: str, dtype: torch.dtype) -> float | None:
     """FLOP/s of a GPU by the name that torch gives it; None if it is not in the table.
 
-    The longest matching name wins: "H100 PCIe" before "H100", "L40S" before "L4".
+    Whole words count: "A10" is not in "A100". The longest name that is in it wins: "H100 PCIe"
+    before "H100". A part of a GPU (MIG) or its laptop form has another peak than its name says.
     """
-    matches = [name for name in PEAKS if _is_named(name, gpu_name)]
-    if not matches:
+    words = gpu_name.replace("-", " ").split()
+    matches = [name for name in PEAKS if set(name.split()) <= set(words)]
+    if not matches or "MIG" in words or "Laptop" in words:
         return None
     half, single = PEAKS[max(matches, key=len)]
     return single if dtype == torch.float32 else half
-
-
-def _is_named(name: str, gpu_name: str) -> bool:
-    # Whole words: "A10" must not match "A100".
-    words = gpu_name.replace("-", " ").split()
-    return all(word in words for word in name.split())
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -67,6 +64,19 @@ def measured_peak(
         _synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
+
+
+def model_flops_utilisation(
+    tokens_per_second: float, flops_per_token: float, peak: float | None, world: int
+) -> float | None:
+    """The share of the hardware's peak that the model's own arithmetic reaches (PaLM, appendix B).
+
+    tokens_per_second counts all ranks, peak is one device's. None without a peak. At most 1: a
+    measured peak can be short of the truth, a share cannot be above it.
+    """
+    if not peak:
+        return None
+    return min(1.0, tokens_per_second * flops_per_token / (peak * world))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -12,48 +12,6 @@ from typing import Any
 from training.folder import next_attempt
 
 
-class Stopwatch:
-    """Adds up the seconds between `start` and `stop`: of training, not evaluating or saving."""
-
-    def __init__(self, clock=time.perf_counter) -> None:
-        self.clock, self.seconds, self.since = clock, 0.0, None
-
-    def start(self) -> None:
-        self.since = self.clock()
-
-    def stop(self) -> None:
-        if self.since is not None:
-            self.seconds += self.clock() - self.since
-            self.since = None
-
-    def take(self) -> float:
-        """The seconds so far; counting begins again at 0."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-
-def model_flops_utilisation(
-    tokens_per_second: float, flops_per_token: float, peak: float | None, world: int
-) -> float | None:
-    """The share of the hardware's peak that the model's own arithmetic reaches (PaLM, appendix B).
-
-    tokens_per_second counts all ranks, peak is one device's. None without a peak. At most 1: a
-    measured peak can be short of the truth, a share cannot be above it.
-    """
-    if not peak:
-        return None
-    return min(1.0, tokens_per_second * flops_per_token / (peak * world))
-
-
-def clock_text(seconds: float) -> str:
-    """75 -> "1:15", 3700 -> "1:01:40"."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 class RunLogger:
     """Writes metrics.jsonl and shows progress. Only rank 0 makes one.
 
@@ -77,8 +35,10 @@ class RunLogger:
 
         return tqdm(total=self.max_steps, initial=self.first_step, unit="step", dynamic_ncols=True)
 
-    def start_wandb(self, project: str, name: str, config: dict, run_id: str | None) -> str | None:
-        """Open a wandb run, the same one again on a resume; returns its id.
+    def start_wandb(
+        self, folder: Path, project: str, config: dict[str, Any], run_id: str | None
+    ) -> str | None:
+        """Open a wandb run named like the folder, the same one again on a resume; returns its id.
 
         Without the package, or if wandb cannot start, training goes on without it and says so.
         """
@@ -86,15 +46,25 @@ class RunLogger:
             import wandb
 
             self.wandb = wandb.init(
-                project=project, name=name, config=config, id=run_id, resume="allow"
+                project=project,
+                name=folder.name,
+                dir=str(folder),
+                config=config,
+                id=run_id,
+                resume="allow",
             )
-        except Exception as error:
-            self.say(
-                f"warning: wandb did not start ({error or type(error).__name__}); going on without "
-                "it. `wandb offline` or WANDB_MODE=offline logs to a local folder"
-            )
+            return self.wandb.id
+        except Exception as error:  # the package is missing, no login, no network ...
+            self._drop_wandb("did not start", error)
             return run_id
-        return self.wandb.id
+
+    def _drop_wandb(self, what: str, error: Exception) -> None:
+        self.wandb = None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        self.say(
+            f"warning: wandb {what} ({reason}); going on without it. `pip install wandb` and "
+            "`wandb login` set it up; WANDB_MODE=offline keeps the metrics in a local folder"
+        )
 
     def log(self, step: int, **values: Any) -> None:
         """One line of metrics.jsonl; None is left out, and inf and nan become null."""
@@ -106,22 +76,26 @@ class RunLogger:
         self.file.write(json.dumps(entry) + "\n")
         self.file.flush()
         if self.wandb is not None:
-            self.wandb.log({k: v for k, v in entry.items() if k not in ("step", "time")}, step=step)
-
-    def progress(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Show where the run is: a bar on a terminal, else a line."""
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {loss:.3f}, {_count(tokens_per_second)} tok/s")
-        elif not self.quiet:
-            eta = clock_text(self.eta(step))
-            self.say(
-                f"step {step}/{self.max_steps}  loss {loss:.4f}  "
-                f"{_count(tokens_per_second)} tok/s  eta {eta}"
-            )
+            try:
+                self.wandb.log({k: v for k, v in values.items() if v is not None}, step=step)
+            except Exception as error:
+                self._drop_wandb("failed", error)
 
     def advance(self, step: int) -> None:
+        """Move the bar, if there is one, to `step`."""
         if self.bar is not None:
             self.bar.update(step - self.bar.n)
+
+    def progress(
+        self, step: int, loss: float, tokens_per_second: float, mfu: float | None = None
+    ) -> None:
+        """Show how the run is doing: on the bar, which knows the time left, else in a line."""
+        figures = f"loss {loss:.4f}, {short(tokens_per_second)} tokens/s, MFU {percent(mfu)}"
+        if self.bar is not None:
+            self.bar.set_postfix_str(figures)
+        elif not self.quiet:
+            left = clock_text(self.eta(step))
+            print(f"step {step}/{self.max_steps}: {figures}, {left} left", flush=True)
 
     def eta(self, step: int) -> float:
         """Seconds to the end, if what is left goes as this process has gone so far."""
@@ -139,9 +113,13 @@ class RunLogger:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+            self.bar = None
         self.file.close()
         if self.wandb is not None:
-            self.wandb.finish()
+            try:
+                self.wandb.finish()
+            except Exception as error:
+                self._drop_wandb("failed", error)
 
 
 def _end_torn_line(path: Path) -> None:
@@ -153,9 +131,23 @@ def _end_torn_line(path: Path) -> None:
                 file.write(b"\n")
 
 
-def _count(number: float) -> str:
+def clock_text(seconds: float) -> str:
+    """75 -> "1:15", 3700 -> "1:01:40"."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def short(number: float) -> str:
     """1234567 -> "1.23M"."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def percent(share: float | None) -> str:
+    """0.456 -> "46%", None -> "n/a"."""
+    return "n/a" if share is None else f"{share:.0%}"

@@ -1,32 +1,83 @@
-"""AdamW, or Muon for the hidden matrices and AdamW for the rest, behind one facade."""
+"""AdamW, or Muon for the hidden matrices and AdamW for the rest, behind one facade.
+
+Both are plain classes, not torch.optim.Optimizer: to build one of those imports the compiler, which
+takes as long as importing torch. The arithmetic of AdamW is torch's own function all the same.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
+from data.options import ConfigError
 from model.gpt import GPT
 from training.config import OptimConfig
 
+Group = dict[str, Any]  # "params": list[Tensor], "lr", and the optimizer's own options
 
-class Muon(torch.optim.Optimizer):
+
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2017), bit for bit torch.optim's.
+
+    fused: one kernel over all tensors of a group, instead of some for each.
+    """
+
+    def __init__(self, groups: list[Group], *, fused: bool) -> None:
+        self.param_groups, self.fused = groups, fused
+        self.state = {
+            p: {
+                "step": torch.zeros((), device=p.device if fused else "cpu"),
+                "exp_avg": torch.zeros_like(p, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
+            }
+            for group in groups
+            for p in group["params"]
+        }
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in params]
+            adamw(
+                params,
+                [p.grad for p in params],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=self.fused,
+                amsgrad=False,
+                maximize=False,
+                lr=group["lr"],
+                beta1=group["beta1"],
+                beta2=group["beta2"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+
+
+class Muon:
     """Momentum, orthogonalised (Jordan et al. 2024): every direction of a matrix moves alike.
 
     The update is the nearest orthogonal matrix to Nesterov momentum, found by five Newton-Schulz
     iterations, times lr sqrt(max(1, rows / columns)). Matrices of one shape are done in one batch.
     """
 
-    def __init__(
-        self, params: Iterable[Any], lr: float, momentum: float, weight_decay: float
-    ) -> None:
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+    def __init__(self, groups: list[Group]) -> None:
+        self.param_groups = groups
+        self.state = {
+            p: {"momentum": torch.zeros_like(p, requires_grad=False)}
+            for group in groups
+            for p in group["params"]
+        }
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self) -> None:
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for p in group["params"]:
@@ -35,14 +86,11 @@ class Muon(torch.optim.Optimizer):
             for matrices in by_shape.values():
                 self._step_alike(matrices, group)
 
-    def _step_alike(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def _step_alike(self, params: list[Tensor], group: Group) -> None:
         grads = [p.grad for p in params]
-        buffers = [
-            self.state[p].setdefault("momentum", torch.zeros_like(p, dtype=torch.float32))
-            for p in params
-        ]
-        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-        ahead = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov
+        averages = [self.state[p]["momentum"] for p in params]
+        torch._foreach_lerp_(averages, grads, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(grads, averages, group["momentum"])  # Nesterov
         updates = orthogonalise(torch.stack(ahead)).to(params[0].dtype)
         rows, columns = params[0].shape
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
@@ -77,37 +125,28 @@ class Optimizers:
     """
 
     def __init__(self, model: GPT, config: OptimConfig, device_type: str) -> None:
-        named = dict(model.named_parameters())  # a tied weight appears once
-        hidden = [
-            n
-            for n, p in named.items()
-            if config.optimizer == "muon" and p.dim() == 2 and n.startswith("layers.")
-        ]
-        decayed = [n for n, p in named.items() if p.dim() > 1 and n not in set(hidden)]
-        plain = [n for n, p in named.items() if p.dim() == 1]
-        self.names = {"muon": hidden, "decay": decayed, "no_decay": plain}
-        self._named = named
+        self._named = dict(model.named_parameters())  # a tied weight appears once
+        self.names = group_names(self._named, config.optimizer == "muon")
+        options = {"lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
+        decays = {"decay": config.weight_decay, "no_decay": 0.0}
         groups = [
-            {"params": [named[n] for n in decayed], "weight_decay": config.weight_decay},
-            {"params": [named[n] for n in plain], "weight_decay": 0.0},
+            {"params": self._of(name), "weight_decay": decay, **options}
+            for name, decay in decays.items()
         ]
-        self.parts: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(
-                [g for g in groups if g["params"]],
-                lr=config.lr,
-                betas=(config.beta1, config.beta2),
-                eps=config.eps,
-                fused=device_type in ("cpu", "cuda"),  # one kernel over all tensors
-            )
-        ]
-        if hidden:
-            matrices = [named[n] for n in hidden]
-            self.parts.append(Muon(matrices, config.muon_lr, config.momentum, config.weight_decay))
+        fused = device_type in ("cpu", "cuda")
+        self.parts: list[AdamW | Muon] = [AdamW(groups, fused=fused)]
+        if self.names["muon"]:
+            options = {"lr": config.muon_lr, "momentum": config.momentum}
+            options["weight_decay"] = config.weight_decay
+            self.parts.append(Muon([{"params": self._of("muon"), **options}]))
         for group in self.param_groups:
             group["peak_lr"] = group["lr"]
 
+    def _of(self, group: str) -> list[Tensor]:
+        return [self._named[name] for name in self.names[group]]
+
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[Group]:
         return [group for part in self.parts for group in part.param_groups]
 
     def set_lr(self, factor: float) -> None:
@@ -129,24 +168,41 @@ class Optimizers:
             p.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Every tensor of state, named `parameter::slot`."""
-        found = {}
-        for name, p in self._named.items():
-            for part in self.parts:
-                for slot, value in part.state.get(p, {}).items():
-                    found[f"{name}::{slot}"] = value
-        return found
+        """Every tensor of state, named `parameter::slot`. The state itself, no copies."""
+        of_parameter = {p: slots for part in self.parts for p, slots in part.state.items()}
+        return {
+            f"{name}::{slot}": value
+            for name, p in self._named.items()
+            for slot, value in of_parameter[p].items()
+        }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave. Raises ValueError naming what does not fit."""
-        of_part = {p: part for part in self.parts for g in part.param_groups for p in g["params"]}
-        for full_name, value in tensors.items():
-            name, _, slot = full_name.rpartition("::")
-            p = self._named.get(name)
-            if p is None:
-                raise ValueError(f"optimizer state for {name!r}, which the model does not have")
-            if value.dim() and value.shape != p.shape:
-                shapes = f"{tuple(value.shape)}, expected {tuple(p.shape)}"
-                raise ValueError(f"optimizer state {full_name}: shape {shapes}")
-            # AdamW's step counter stays a float32 scalar; its device is the parameter's when fused.
-            of_part[p].state[p][slot] = value.to(p.device).clone()
+        """Put back what `state_tensors` gave. Raises ConfigError naming all that does not fit."""
+        own = self.state_tensors()
+        problems = [f"optimizer state {name} is missing" for name in own.keys() - tensors.keys()]
+        problems += [f"optimizer state {name} is extra" for name in tensors.keys() - own.keys()]
+        for name in own.keys() & tensors.keys():
+            if own[name].shape != tensors[name].shape:
+                shapes = f"{tuple(tensors[name].shape)}, expected {tuple(own[name].shape)}"
+                problems.append(f"optimizer state {name}: shape {shapes}")
+        if problems:
+            raise ConfigError(sorted(problems))
+        for name, value in own.items():
+            value.copy_(tensors[name])
+
+
+def group_names(parameters: dict[str, Tensor], muon: bool) -> dict[str, list[str]]:
+    """Which parameters are whose: {"muon": ..., "decay": ..., "no_decay": ...}, each name once.
+
+    Muon has the matrices inside the blocks, where "every direction alike" makes sense: rows of an
+    embedding are looked up one by one. Norms and biases are not decayed.
+    """
+    groups: dict[str, list[str]] = {"muon": [], "decay": [], "no_decay": []}
+    for name, p in parameters.items():
+        if p.dim() < 2:
+            groups["no_decay"].append(name)
+        elif muon and name.startswith("layers."):
+            groups["muon"].append(name)
+        else:
+            groups["decay"].append(name)
+    return groups

@@ -54,6 +54,14 @@ def pick_dtype(asked: str, device: torch.device) -> tuple[str, str]:
     return "float32", "no faster format on this hardware"
 
 
+def pick_attention(asked: str, device: torch.device) -> str:
+    """The backend to use. On Apple GPUs the fused kernel has been silently wrong (non-contiguous
+    and half-precision inputs), so there auto is the reference."""
+    if asked != "auto":
+        return asked
+    return "reference" if device.type == "mps" else "sdpa"
+
+
 def cpu_has_bfloat16_units() -> bool:
     """AMX: without it, bfloat16 products on a CPU run at about half of float32's speed."""
     probe = getattr(torch.cpu, "_is_amx_tile_supported", None)

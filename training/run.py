@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
+import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from data.loader import BatchLoader, prefetch
-from data.tokenizer import start_ids
-from model.generate import SamplingConfig, generate
 from training.checkpoint import Checkpoints, TrainState, model_tensors, replace_file
 from training.config import Config, to_json
 from training.evaluate import choose_windows, evaluate
-from training.hardware import peak_flops
-from training.logger import RunLogger, Stopwatch, model_flops_utilisation
+from training.hardware import model_flops_utilisation, peak_flops
+from training.logger import RunLogger
 from training.schedule import lr_factor
 from training.signals import Interrupts
 from training.startup import Data, environment
 from training.step import NonFinite, Setup, StepMetrics, train_step
 
 Say = Callable[[str], None]
+Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -38,11 +37,12 @@ class Run:
     state: TrainState
     checkpoints: Checkpoints
     interrupts: Interrupts
-    say: Say
+    say: Say  # nothing if the run is quiet
+    warn: Say  # what is said in any case
     logger: RunLogger | None = None  # rank 0's
-    watch: Stopwatch = field(default_factory=Stopwatch)
     stopping: bool = False  # some rank was asked to; all know
-    tokens: int = 0  # targets since the last line of the log
+    tokens: int = 0  # targets of all ranks since the last line of the log ...
+    seconds: float = 0.0  # ... and the time for them, without evaluation and saving
     last: StepMetrics | None = None
     peak: float | None = None  # FLOP/s of one device
 
@@ -87,6 +87,12 @@ class Run:
         step = self.state.step
         return step > 0 and step % self.config.run.checkpoint_interval == 0
 
+    @property
+    def log_is_due(self) -> bool:
+        """At every interval, at the first and the last step, and beside every evaluation."""
+        step, interval = self.state.step, self.config.log.interval
+        return step == 1 or step % interval == 0 or self.stopping or self.evaluation_is_due
+
 
 @contextlib.contextmanager
 def recording(run: Run) -> Iterator[None]:
@@ -97,10 +103,12 @@ def recording(run: Run) -> Iterator[None]:
     config, state = run.config, run.state
     replace_file(run.folder / "run.json", to_json(config))
     run.logger = RunLogger(run.folder, config.run.max_steps, state.step, config.log.quiet)
+    run.warn = run.checkpoints.say = run.logger.say
+    run.say = run.say if config.log.quiet else run.logger.say
     run.peak = peak_flops(run.setup.ranks.device, run.setup.precision.dtype)
     if config.log.wandb:
         state.wandb_id = run.logger.start_wandb(
-            config.log.project, run.folder.name, asdict(config), state.wandb_id
+            run.folder, config.log.project, asdict(config), state.wandb_id
         )
     try:
         yield
@@ -108,33 +116,21 @@ def recording(run: Run) -> Iterator[None]:
         run.logger.close()
 
 
-def introduce(run: Run) -> None:
-    """Say what will happen."""
-    config, model, data = run.config, run.setup.model, run.data
-    n, T = config.data.global_batch, config.model.context_length
-    epochs = config.run.max_steps * n / len(data.train)
-    run.say(
-        f"model {model.parameter_count():,} parameters; data {data.train.n_tokens:,} tokens to "
-        f"train, {data.val.n_tokens:,} to validate, vocabulary {data.tokenizer.vocab_size:,}"
-    )
-    run.say(
-        f"{config.run.max_steps:,} steps of {n} x {T} = {n * T:,} tokens in "
-        f"{run.setup.n_micro} micro-batches: {epochs:.2f} epochs; into {run.folder}"
-    )
-
-
-def batches_from(run: Run) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's micro-batches from the present step to the end, read ahead by a thread."""
+@contextlib.contextmanager
+def batches_from(run: Run) -> Iterator[Batches]:
+    """This rank's micro-batches from the present step to the end, read ahead by a thread that lives
+    as long as the block."""
     M = run.setup.n_micro
     steps = range(run.state.step, run.config.run.max_steps)
     indices = (step * M + j for step in steps for j in run.setup.local_micro)
-    return prefetch(run.loader, indices, run.setup.ranks.device)
+    with contextlib.closing(prefetch(run.loader, indices, run.setup.ranks.device)) as batches:
+        yield batches
 
 
-def take_step(run: Run, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+def take_step(run: Run, batches: Batches) -> None:
     """One update. Raises NonFinite naming the step's windows."""
     setup, step = run.setup, run.state.step
-    run.watch.start()
+    began = time.perf_counter()
     setup.optimizers.set_lr(lr_factor(step, run.config.run.max_steps, run.config.schedule))
     mine = [next(batches) for _ in setup.local_micro]
     try:
@@ -144,34 +140,41 @@ def take_step(run: Run, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
         used = [place for j in range(setup.n_micro) for place in run.loader.locate(first + j)]
         shown = ", ".join(f"{window} (epoch {epoch})" for epoch, window, *_ in used[:32])
         raise NonFinite(f"{error}. Its windows: {shown}{' ...' * (len(used) > 32)}") from error
-    run.watch.stop()
+    run.seconds += time.perf_counter() - began
+    run.tokens += run.last.tokens
     run.state.step += 1
     run.state.skipped += run.last.skipped
-    run.tokens += run.last.tokens
     run.stopping = run.last.stop
+    if run.logger is not None:
+        run.logger.advance(run.state.step)
 
 
 def log_step(run: Run) -> None:
     """The last step's figures; tokens per second over the time trained since the last line."""
     if run.logger is None or run.last is None:
         return
-    rate = run.tokens / max(1e-9, run.watch.take())
-    run.tokens = 0
+    step, loss = run.state.step, run.last.loss
+    rate = run.tokens / max(1e-9, run.seconds)
     flops = run.setup.model.flops_per_token(run.config.model.context_length)
+    mfu = model_flops_utilisation(rate, flops, run.peak, run.setup.ranks.world)
     run.logger.log(
-        run.state.step,
-        loss=run.last.loss,
+        step,
+        loss=loss,
         lr=run.setup.optimizers.lr,
         grad_norm=run.last.grad_norm,
         tokens_per_second=rate,
-        mfu=model_flops_utilisation(rate, flops, run.peak, run.setup.ranks.world),
+        mfu=mfu,
         skipped=run.state.skipped or None,
     )
-    run.logger.progress(run.state.step, run.last.loss, rate)
+    run.logger.progress(step, loss, rate, mfu)
+    run.tokens, run.seconds = 0, 0.0
 
 
 def run_evaluation(run: Run) -> None:
-    """Score the validation windows; a new best is saved. Leaves early if asked to stop."""
+    """Score the validation windows; a new best is saved. Leaves early if asked to stop.
+
+    Raises NonFinite for a loss that is none.
+    """
     setup, config, state = run.setup, run.config, run.state
     found = evaluate(
         setup.model,
@@ -186,6 +189,8 @@ def run_evaluation(run: Run) -> None:
     if found is None:
         run.stopping = True
         return
+    if not math.isfinite(found.loss):
+        raise NonFinite(f"step {state.step}: validation loss {found.loss}; nothing was saved")
     best = state.record(found.loss)
     if run.logger is not None:
         run.logger.log(
@@ -222,29 +227,3 @@ def save(run: Run, best: bool = False) -> None:
     run.checkpoints.prune(run.config.run.keep_checkpoints)
     if written:
         run.say(f"saved {run.checkpoints.path(state.step)}")
-
-
-def finish(run: Run) -> None:
-    """The last words: the loss, where the checkpoint is, a sample, how to sample more."""
-    prompt = run.config.log.sample_prompt
-    print(f"finished at step {run.state.step}: {run.outcome}")
-    print(f"checkpoint: {run.checkpoints.path(run.state.step)}")
-    print(f"a sample from {prompt!r}:\n\n{sample_text(run, prompt)}\n")
-    print(f"more: python sample.py {run.folder} --prompt {shlex.quote(prompt)}")
-
-
-def sample_text(run: Run, prompt: str, max_new_tokens: int = 150) -> str:
-    """The prompt continued, by a generator of its own, so that no training draw changes."""
-    tokenizer, device = run.data.tokenizer, run.setup.ranks.device
-    ids = tokenizer.encode(prompt) or start_ids(tokenizer)
-    rng = torch.Generator(device).manual_seed(run.config.run.seed)
-    settings = SamplingConfig(temperature=0.8, top_k=50, max_new_tokens=max_new_tokens)
-    new = generate(
-        run.setup.model,
-        torch.tensor([ids], device=device),
-        settings,
-        rng,
-        stop_id=tokenizer.eot,
-        n_ids=tokenizer.vocab_size,
-    )
-    return prompt + tokenizer.decode([int(token) for token in new])

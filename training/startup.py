@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +18,11 @@ from data.options import ConfigError
 from data.prepare import prepare
 from data.shards import Windows, read_meta
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.config import ModelConfig
 from model.gpt import GPT
 from training.checkpoint import (
     Checkpoint,
     Checkpoints,
     TrainState,
-    find_checkpoint,
     load_checkpoint,
     load_model_tensors,
 )
@@ -32,10 +30,11 @@ from training.config import Config, from_json, to_json
 from training.distributed import Ranks, default_threads
 from training.folder import lock_folder, move_aside
 from training.optimizer import Optimizers
-from training.precision import Precision, pick_dtype
+from training.precision import Precision, pick_attention, pick_dtype
 from training.reduction import pick_reduction
 from training.resume import resume_problems, resumed
 from training.step import Setup
+from training.weights import inherit_model, load_first_weights
 
 Say = Callable[[str], None]
 
@@ -54,9 +53,8 @@ def open_run(
     def look() -> dict[str, str]:
         folder = Path(config.run.out_dir)
         stack.enter_context(lock_folder(folder))
-        if config.run.overwrite and _holds_run(folder):
-            say(f"moved the old run to {move_aside(folder)}")
-            stack.enter_context(lock_folder(folder))
+        if config.run.overwrite:  # see clear_folder
+            return {"config": to_json(inherit_model(config, say)), "checkpoint": ""}
         checkpoints = Checkpoints(folder / "checkpoints", say)
         checkpoints.clean()
         newest = checkpoints.newest()
@@ -76,8 +74,13 @@ def open_run(
     return from_json(found["config"]), checkpoint
 
 
-def _holds_run(folder: Path) -> bool:
-    return (folder / "run.json").exists() or (folder / "checkpoints").exists()
+def clear_folder(config: Config, ranks: Ranks, stack: contextlib.ExitStack, say: Say) -> None:
+    """With `run.overwrite`, move an old run aside: last, when no mistake is left to be found."""
+    folder = Path(config.run.out_dir)
+    holds_run = (folder / "run.json").exists() or (folder / "checkpoints").exists()
+    if ranks.first and config.run.overwrite and holds_run:
+        say(f"moved the old run to {move_aside(folder)}")
+        stack.enter_context(lock_folder(folder))
 
 
 def _saved_config(folder: Path, newest: Checkpoint | None) -> Config | None:
@@ -131,17 +134,14 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, say: Say) -> Config:
     reduction = pick_reduction(config.parallel.reduction, n_micro, ranks)
     dtype, why = pick_dtype(config.run.dtype, ranks.device)
     threads = config.run.threads or default_threads(ranks.local_world)
-    attention = config.run.attention
-    if attention == "auto":
-        # On Apple GPUs the fused kernel has been silently wrong (non-contiguous and half inputs).
-        attention = "reference" if ranks.device.type == "mps" else "sdpa"
+    attention = pick_attention(config.run.attention, ranks.device)
     run = replace(
         config.run, device=ranks.device.type, dtype=dtype, threads=threads, attention=attention
     )
     say(
-        f"device {ranks.device.type}, {dtype} ({why}), {threads} threads, "
-        f"attention {attention}, {ranks.world} rank{'s' * (ranks.world > 1)}"
-        + (f", {reduction} reduction" if ranks.world > 1 else "")
+        f"device {ranks.device.type}, {dtype} ({why}), {threads} thread{'s' * (threads > 1)}, "
+        f"attention {attention}"
+        + (f", {ranks.world} ranks, {reduction} reduction" if ranks.world > 1 else "")
     )
     return replace(
         config,
@@ -161,41 +161,13 @@ def prepare_process(config: Config) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def build_model(config: Config, ranks: Ranks, say: Say) -> GPT:
+def build_model(config: Config, ranks: Ranks, tokenizer: Tokenizer, resuming: bool) -> GPT:
     """The model with its first weights: drawn from the seed, or those of `run.init_from`."""
     model = GPT(config.model, config.run.attention)
     model.init_weights(config.run.seed)
-    if config.run.init_from:
-        source = find_checkpoint(Path(config.run.init_from))
-        load_model_tensors(model, source.model_tensors(), str(source.path))
-        say(f"weights from {source.path} (step {source.state.step}); the optimizer starts fresh")
+    if config.run.init_from and not resuming:
+        load_first_weights(model, Path(config.run.init_from), tokenizer)
     return model.to(ranks.device)
-
-
-def inherit_model(config: Config, say: Say) -> Config:
-    """With `run.init_from`, the model's options come from the weights' own config.
-
-    Options that were left at their defaults follow; ones that were set to something else than the
-    weights have are refused, but for dropout and a shorter context.
-    Raises ConfigError listing them.
-    """
-    if not config.run.init_from:
-        return config
-    source = find_checkpoint(Path(config.run.init_from))
-    loaded, asked, default = from_json(source.run).model, config.model, ModelConfig()
-    problems, values = [], asdict(loaded)
-    for field in fields(ModelConfig):
-        want, has = getattr(asked, field.name), getattr(loaded, field.name)
-        if want in (getattr(default, field.name), has):
-            continue
-        if field.name == "dropout" or field.name == "context_length" and want < has:
-            values[field.name] = want
-        else:
-            problems.append(f"model.{field.name}={want}: the weights in {source.path} have {has}")
-    if problems:
-        raise ConfigError([*problems, "leave these options out: the weights bring them"])
-    say(f"model of {source.path}: {loaded.n_layers} layers x {loaded.d_model}")
-    return replace(config, model=ModelConfig(**values))
 
 
 def build_setup(config: Config, model: GPT, ranks: Ranks, say: Say) -> Setup:
@@ -223,11 +195,11 @@ def build_setup(config: Config, model: GPT, ranks: Ranks, say: Say) -> Setup:
 def _compile(setup: Setup, config: Config, say: Say) -> None:
     """torch.compile in place, tried on a batch of zeros; without a compiler, go on without."""
     model, shape = setup.model, (config.data.micro_batch, config.model.context_length)
-    zeros = torch.zeros(shape, dtype=torch.int64, device=setup.ranks.device)
+    tokens, targets = torch.zeros((2, *shape), dtype=torch.int64, device=setup.ranks.device)
     model.compile()  # in place: tensor names stay as they are
     try:
         with setup.precision.autocast():
-            model(zeros, zeros, reduction="sum").backward()
+            model(tokens, targets, reduction="sum").backward()
     except Exception as error:  # whatever the compiler or its C++ toolchain raises
         model._compiled_call_impl = None
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
@@ -286,17 +258,6 @@ def environment(ranks: Ranks, data: Data) -> dict[str, object]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def load_for_sampling(path: Path, which: str, device: torch.device) -> tuple[GPT, Tokenizer]:
-    """Model and tokenizer of a run or checkpoint, in evaluation mode; no optimizer is read.
-
-    Raises ConfigError if there is none, DamagedCheckpoint if it is damaged.
-    """
-    checkpoint = find_checkpoint(path, which)
-    model = GPT(from_json(checkpoint.run).model)
-    load_model_tensors(model, checkpoint.model_tensors(), str(checkpoint.path))
-    return model.to(device).eval(), load_tokenizer(checkpoint.path / "tokenizer")
 
 
 def make_loader(config: Config, data: Data) -> BatchLoader:
