@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         state = startup.restore(checkpoint, setup, data, say)
         loader = startup.make_loader(config, data)
         checkpoints = Checkpoints(Path(config.run.out_dir, "checkpoints"), warn)
-        interrupts = Interrupts()
+        interrupts = Interrupts(announce=ranks.first)
         run = Run(config, setup, data, loader, state, checkpoints, interrupts, say, warn)
         if run.finished and not run.evaluation_is_due:
             screen.say_finished(run)
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 def train(run: Run) -> None:
     """The loop: evaluate, save, step, log, each when it is due, until done or asked to stop."""
-    from training.run import batches_from, log_step, run_evaluation, save, take_step
+    from training.run import batches_from, log_step, run_evaluation, save, share_signal, take_step
 
     with batches_from(run) as batches:
         while True:
@@ -78,6 +78,8 @@ def train(run: Run) -> None:
             take_step(run, batches)
             if run.log_is_due:
                 log_step(run)
+    if run.stopping:
+        share_signal(run)
     save(run)
 
 

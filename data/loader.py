@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -71,9 +71,15 @@ class BatchLoader:
 
 
 def prefetch(
-    loader: BatchLoader, indices: Iterable[int], device: torch.device, depth: int = 2
+    loader: BatchLoader,
+    indices: Iterable[int],
+    device: torch.device,
+    depth: int = 2,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The batches of these indices on `device`, read up to `depth` ahead by a thread.
+
+    Ends early once `stop()` is true, even while a batch is waited for.
 
     What goes wrong in the thread is raised here. Closing the iterator ends the thread.
     """
@@ -102,11 +108,17 @@ def prefetch(
     thread = threading.Thread(target=read, name="prefetch", daemon=True)
     thread.start()
     try:
-        while (item := ready.get()) is not None:
+        while not stop():
+            try:
+                item = ready.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if item is None:
+                return
             if isinstance(item, BaseException):
                 raise item
             tokens, targets = item
             yield tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
     finally:
         closed.set()
-        thread.join()
+        thread.join(5)  # a read that hangs must not hold up the end

@@ -6,29 +6,29 @@ micro-batches are dealt to the ranks in contiguous blocks, and their gradients a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.options import ConfigError
+from data.options import ConfigError, exit_code_of
+from training.pulse import Pulse
 
 POLL_SECONDS = 0.05  # between two looks at what another rank has posted
-GRACE_SECONDS = (
-    1.0  # after a time-out: for the others to time out as well, before naming who is lost
-)
+SILENCE_SECONDS = 2.5  # a rank that gives none for so long is named as lost
 
 
 class LostRank(RuntimeError):
@@ -48,7 +48,8 @@ class Ranks:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: float = 600.0
     store: dist.Store | None = None
-    _shares: int = 0
+    pulse: Pulse | None = None
+    _meetings: int = 0
 
     @property
     def first(self) -> bool:
@@ -76,41 +77,54 @@ class Ranks:
     def share(self, make: Callable[[], Any], what: str) -> Any:
         """Rank 0 runs `make`; everyone gets its result, anything JSON can hold.
 
-        The others poll, so `make` may take hours; they give up `timeout` seconds after rank 0's
-        last sign of life. Whatever rank 0 raised makes the others end too, quietly.
+        It may take hours: the others give up `timeout` seconds after rank 0's last sign of life.
+        Whatever rank 0 raises makes the others end too, quietly, with the same exit code.
         """
         if self.store is None:
             return make()
-        key = f"share/{self._shares}"
-        self._shares += 1
-        if not self.first:
-            return self._await_share(key, what)
-        with _heartbeat(self.store, f"{key}/alive"):
+        key = self._new_key()
+        if self.first:
             try:
-                result = make()
+                answer = {"result": make()}
+                self.store.set(key, json.dumps(answer))
             except BaseException as error:
-                code = getattr(error, "exit_code", 1)
-                self.store.set(key, json.dumps({"failed": f"{type(error).__name__}", "code": code}))
+                with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
+                    self.store.set(key, json.dumps({"exit_code": _exit_code(error)}))
                 raise
-        self.store.set(key, json.dumps({"result": result}))
-        return result
-
-    def _await_share(self, key: str, what: str) -> Any:
-        last_beat, beats = time.monotonic(), -1
-        while not self.store.check([key]):
-            now = self.store.add(f"{key}/alive", 0)
-            if now != beats:
-                last_beat, beats = time.monotonic(), now
-            if time.monotonic() - last_beat > self.timeout:
-                raise LostRank(
-                    f"rank {self.rank} waited for rank 0: {what}; no sign of life for "
-                    f"{self.timeout:g} s (parallel.timeout)"
-                )
-            time.sleep(POLL_SECONDS)
-        answer = json.loads(self.store.get(key))
-        if "failed" in answer:
-            raise SystemExit(answer["code"])  # rank 0 says why
+        else:
+            self._poll({0: key}, what)
+            answer = json.loads(self.store.get(key))
+            if "exit_code" in answer:
+                raise SystemExit(answer["exit_code"])  # rank 0 says why
         return answer["result"]
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks are here, however long those that show signs of life may take."""
+        if self.store is None:
+            return
+        key = self._new_key()
+        self.store.set(f"{key}/{self.rank}", "here")
+        self._poll({rank: f"{key}/{rank}" for rank in range(self.world)}, what)
+
+    def _new_key(self) -> str:
+        self._meetings += 1
+        return f"meeting/{self._meetings}"
+
+    def _poll(self, keys: dict[int, str], what: str) -> None:
+        """Wait until each rank has posted its key. Raises LostRank for one that has gone silent."""
+        seen = {rank: (-1, time.monotonic()) for rank in keys}  # (beats, when they last grew)
+        with self.waiting(what):
+            while missing := [r for r, key in keys.items() if not self.store.check([key])]:
+                for rank in missing:
+                    beats, now = self._beats(rank), time.monotonic()
+                    if beats != seen[rank][0]:
+                        seen[rank] = beats, now
+                    elif now - seen[rank][1] > self.timeout:
+                        raise LostRank(self._lost([rank], what, "no sign of life"))
+                time.sleep(POLL_SECONDS)
+
+    def _beats(self, rank: int) -> int:
+        return self.store.add(f"alive/{rank}", 0)
 
     def sum_ints(self, values: list[int], what: str) -> list[int]:
         """Element-wise sum over ranks; integers, so exact in any order."""
@@ -131,49 +145,49 @@ class Ranks:
             dist.all_gather(parts, values)
         return [part.cpu() for part in parts]
 
-    @contextmanager
+    @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Turn a failed or timed-out communication into one line that says who is missing."""
         try:
             yield
-        except (RuntimeError, ValueError) as error:
-            missing = self._missing_ranks(what)
-            who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
-            raise LostRank(
-                f"rank {self.rank} waited for {who}: {what}; lost or silent for "
-                f"{self.timeout:g} s (parallel.timeout)"
-            ) from error
+        except (LostRank, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            silent = self._silent_ranks()
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            how = re.sub(r"^\[\S+:\d+\] ", "", first_line)  # gloo begins with its source line
+            raise LostRank(self._lost(silent, what, how)) from error
 
-    def _missing_ranks(self, what: str) -> list[int]:
-        """Every rank that is alive posts that it gave up on `what`; who does not is missing."""
+    def _lost(self, ranks: list[int], what: str, how: str) -> str:
+        who = f"rank {', '.join(map(str, ranks))}" if ranks else "another rank"
+        limit = f"parallel.timeout={self.timeout:g} s"
+        return f"rank {self.rank} waited for {who}: {what}; {how} ({limit})"
+
+    def _silent_ranks(self) -> list[int]:
+        """The ranks that give no sign of life now, though they have not given up themselves."""
         try:
-            self.store.set(f"gave-up/{what}/{self.rank}", "1")
-            time.sleep(GRACE_SECONDS)
+            self.store.set(f"gave-up/{self.rank}", "1")
             others = [rank for rank in range(self.world) if rank != self.rank]
-            return [r for r in others if not self.store.check([f"gave-up/{what}/{r}"])]
+            before = {rank: self._beats(rank) for rank in others}
+            time.sleep(SILENCE_SECONDS)
+            silent = [rank for rank in others if self._beats(rank) == before[rank]]
+            return [rank for rank in silent if not self.store.check([f"gave-up/{rank}"])]
         except RuntimeError:  # the store's host is gone too
             return []
 
     def close(self) -> None:
+        """Leave the others, in order if all is well."""
+        if self.pulse is not None:
+            self.pulse.stop()
         if self.store is not None and dist.is_initialized():
             dist.destroy_process_group()
 
 
-@contextmanager
-def _heartbeat(store: dist.Store, key: str) -> Iterator[None]:
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(1.0):
-            store.add(key, 1)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def _exit_code(error: BaseException) -> int:
+    """What rank 0's process will exit with, so that the others can do the same."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    return 130 if isinstance(error, KeyboardInterrupt) else exit_code_of(error)
 
 
 def join_ranks(mode: str, timeout: float) -> Ranks:
@@ -189,24 +203,29 @@ def join_ranks(mode: str, timeout: float) -> Ranks:
         )
     if mode == "none" and world > 1:
         raise ConfigError(f"parallel.mode=none, but torchrun started {world} processes")
+    _die_with_torchrun()
     if world == 1:
         return Ranks(timeout=timeout)
-    _die_with_torchrun()
     rank, limit = int(os.environ["RANK"]), timedelta(seconds=timeout)
     base, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=limit)))
     # After a restart by torchrun the store still holds the dead attempt's addresses.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt_{attempt}", base)
+    attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = dist.PrefixStore(attempt, base)
+    pulse = Pulse(dist.PrefixStore(attempt, base.clone()), rank)  # one store is one thread's
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    return Ranks(rank, world, local_rank, local_world, timeout=timeout, store=store)
+    return Ranks(rank, world, local_rank, local_world, timeout=timeout, store=store, pulse=pulse)
 
 
 def _die_with_torchrun() -> None:
     """Be told to stop when torchrun is killed. Only under torchrun: else nohup would not work."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
+    # It may be dead already; then init has inherited us (in a container init may be torchrun).
+    if os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes():
+        raise LostRank("torchrun has been killed")
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -231,6 +250,11 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("run.device=mps: torch sees no Apple GPU here. Use --device=cpu")
     return device
+
+
+def make_cublas_deterministic() -> None:
+    """Let cuBLAS give the same bits each time; to be called before the GPU computes anything."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pick_backend(device: torch.device, say: Callable[[str], None] = print) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from data.loader import BatchLoader, prefetch
@@ -20,7 +22,7 @@ from training.logger import RunLogger
 from training.schedule import lr_factor
 from training.signals import Interrupts
 from training.startup import Data, environment
-from training.step import NonFinite, Setup, StepMetrics, train_step
+from training.step import NonFinite, Setup, StepMetrics, count_targets, train_step
 
 Say = Callable[[str], None]
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -104,6 +106,7 @@ def recording(run: Run) -> Iterator[None]:
     replace_file(run.folder / "run.json", to_json(config))
     run.logger = RunLogger(run.folder, config.run.max_steps, state.step, config.log.quiet)
     run.warn = run.checkpoints.say = run.logger.say
+    run.checkpoints.mend_best(state)
     run.say = run.say if config.log.quiet else run.logger.say
     run.peak = peak_flops(run.setup.ranks.device, run.setup.precision.dtype)
     if config.log.wandb:
@@ -123,18 +126,25 @@ def batches_from(run: Run) -> Iterator[Batches]:
     M = run.setup.n_micro
     steps = range(run.state.step, run.config.run.max_steps)
     indices = (step * M + j for step in steps for j in run.setup.local_micro)
-    with contextlib.closing(prefetch(run.loader, indices, run.setup.ranks.device)) as batches:
+    device, asked_to_stop = run.setup.ranks.device, lambda: run.interrupts.stop
+    read = prefetch(run.loader, indices, device, stop=asked_to_stop)
+    with contextlib.closing(read) as batches:
         yield batches
 
 
 def take_step(run: Run, batches: Batches) -> None:
-    """One update. Raises NonFinite naming the step's windows."""
+    """One update; none if some rank was asked to stop. Raises NonFinite naming the windows."""
     setup, step = run.setup, run.state.step
     began = time.perf_counter()
     setup.optimizers.set_lr(lr_factor(step, run.config.run.max_steps, run.config.schedule))
-    mine = [next(batches) for _ in setup.local_micro]
+    mine = list(itertools.islice(batches, len(setup.local_micro)))  # fewer when asked to stop
+    counts = [count_targets(mine), int(run.interrupts.stop)]
+    n_targets, stops = setup.ranks.sum_ints(counts, f"step {step + 1}, counting targets")
+    if stops:
+        run.stopping = True
+        return
     try:
-        run.last = train_step(setup, mine, step, run.interrupts.stop)
+        run.last = train_step(setup, mine, step, n_targets)
     except NonFinite as error:
         first = step * setup.n_micro
         used = [place for j in range(setup.n_micro) for place in run.loader.locate(first + j)]
@@ -144,14 +154,13 @@ def take_step(run: Run, batches: Batches) -> None:
     run.tokens += run.last.tokens
     run.state.step += 1
     run.state.skipped += run.last.skipped
-    run.stopping = run.last.stop
     if run.logger is not None:
         run.logger.advance(run.state.step)
 
 
 def log_step(run: Run) -> None:
     """The last step's figures; tokens per second over the time trained since the last line."""
-    if run.logger is None or run.last is None:
+    if run.logger is None or run.last is None or run.tokens == 0:  # all is logged already
         return
     step, loss = run.state.step, run.last.loss
     rate = run.tokens / max(1e-9, run.seconds)
@@ -206,6 +215,12 @@ def run_evaluation(run: Run) -> None:
         )
     if best:
         save(run, best=True)
+
+
+def share_signal(run: Run) -> None:
+    """Let every rank end as the one that was asked to stop."""
+    mine = torch.tensor([run.interrupts.signal or 0])
+    run.interrupts.signal = max(map(int, run.setup.ranks.gather(mine, "stopping")))
 
 
 def save(run: Run, best: bool = False) -> None:

@@ -16,8 +16,9 @@ class Interrupts:
     The loop looks at it once a step, so nothing is ever cut in the middle.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, announce: bool = False) -> None:
         self.signal: int | None = None
+        self.announce = announce  # say on the terminal that Ctrl-C was heard
         self._before: dict[int, object] = {}
 
     @property
@@ -50,3 +51,5 @@ class Interrupts:
         if number == signal.SIGINT and self.signal == signal.SIGINT:
             os._exit(128 + number)  # checkpoints are complete or absent, so nothing is torn
         self.signal = self.signal or number
+        if number == signal.SIGINT and self.announce:  # print() is not safe in a handler
+            os.write(2, b"\nfinishing this step and saving; Ctrl-C once more ends at once\n")

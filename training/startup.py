@@ -27,7 +27,7 @@ from training.checkpoint import (
     load_model_tensors,
 )
 from training.config import Config, from_json, to_json
-from training.distributed import Ranks, default_threads
+from training.distributed import Ranks, default_threads, make_cublas_deterministic
 from training.folder import lock_folder, move_aside
 from training.optimizer import Optimizers
 from training.precision import Precision, pick_attention, pick_dtype
@@ -157,6 +157,7 @@ def prepare_process(config: Config) -> None:
     torch.set_num_threads(config.run.threads)
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32
     if config.run.deterministic:
+        make_cublas_deterministic()
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
 
@@ -205,8 +206,8 @@ def _compile(setup: Setup, config: Config, say: Say) -> None:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         say(f"note: torch.compile does not work here ({first_line}); going on without it")
     setup.optimizers.zero_grad()
-    # The first rank may find its kernels in a cache while others compile: meet before step 1.
-    setup.ranks.sum_ints([1], "compiling the model")
+    # One rank may find its kernels in a cache while others compile, for longer than a time-out.
+    setup.ranks.meet("compiling the model")
 
 
 def _check_same_weights(model: GPT, ranks: Ranks) -> None:
@@ -229,7 +230,7 @@ def restore(path: Path | None, setup: Setup, data: Data, say: Say) -> TrainState
     if path is None:
         return TrainState()
     checkpoint = load_checkpoint(path)
-    trained_on = checkpoint.about["data_fingerprint"]
+    trained_on = str(checkpoint.about.get("data_fingerprint"))
     if trained_on != data.fingerprint:
         raise ConfigError(
             f"{path}: the run was trained on other data (fingerprint {trained_on[:12]}, now "
@@ -243,7 +244,7 @@ def restore(path: Path | None, setup: Setup, data: Data, say: Say) -> TrainState
     here = environment(setup.ranks, data)
     for name in ("world", "torch"):
         if checkpoint.about.get(name) != here[name]:
-            say(f"note: {name} was {checkpoint.about.get(name)}, now {here[name]}")
+            say(f"note: {name} was {checkpoint.about.get(name)!r}, now {here[name]!r}")
     say(f"going on from {path}")
     return checkpoint.state
 

@@ -35,8 +35,7 @@ class StepMetrics:
     loss: float
     grad_norm: float
     tokens: int
-    skipped: bool
-    stop: bool  # some rank was asked to stop
+    skipped: bool  # float16: the gradient had overflowed, no weight was moved
 
 
 @dataclass
@@ -67,36 +66,55 @@ def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
+def count_targets(batches: Sequence[tuple[Tensor, Tensor]]) -> int:
+    """How many targets of these (tokens, targets) count."""
+    return sum(int((targets != IGNORE_INDEX).sum()) for _, targets in batches)
+
+
 def train_step(
-    setup: Setup, batches: Sequence[tuple[Tensor, Tensor]], step: int, stop: bool = False
+    setup: Setup,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    step: int,
+    n_targets: int | None = None,
 ) -> StepMetrics:
     """Update number `step` + 1 from this rank's (tokens, targets), each (B, T), in order.
 
     The loss of a step is the sum over all valid targets of the whole global batch divided by their
     number, however they are spread over micro-batches and ranks.
+    n_targets: that number, if it is known already.
 
     Raises NonFinite, on all ranks alike and before any weight has moved, unless float16's scaler
     can still lower its factor; then the step is skipped.
     """
-    count = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in batches)
-    what = f"step {step + 1}"
-    (count,) = setup.ranks.sum_ints([count], f"{what}, counting targets")
+    if n_targets is None:
+        what = f"step {step + 1}, counting targets"
+        (n_targets,) = setup.ranks.sum_ints([count_targets(batches)], what)
+    divisor = max(1, n_targets)
     reduce = _exact_gradient if setup.reduction == "exact" else _fast_gradient
-    loss_sum, stops = reduce(setup, batches, step, max(1, count), stop)
+    loss = reduce(setup, batches, step, divisor) / divisor
     setup.scaler.unscale_(setup.optimizers)
-    gradients = [p.grad for p in setup.model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if setup.grad_clip > 0:
-        torch.nn.utils.clip_grads_with_norm_(setup.model.parameters(), setup.grad_clip, norm)
-    loss, grad_norm = loss_sum / max(1, count), float(norm)
+    parameters = [p for p in setup.model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    grad_norm = float(norm)
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
-    if not finite and not (setup.scaler.is_enabled() and setup.scaler.get_scale() > SMALLEST_SCALE):
+    if not finite and not _can_skip(setup, parameters):
         setup.optimizers.zero_grad()
-        raise NonFinite(f"{what}: loss {loss}, gradient norm {grad_norm}; no weight was moved")
-    setup.scaler.step(setup.optimizers)  # float16: skipped if a gradient is not finite
+        raise NonFinite(
+            f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; no weight was moved"
+        )
+    if setup.grad_clip > 0 and finite:
+        torch.nn.utils.clip_grads_with_norm_(parameters, setup.grad_clip, norm)
+    setup.scaler.step(setup.optimizers)  # float16: not if a gradient has overflowed
     setup.scaler.update()
     setup.optimizers.zero_grad()
-    return StepMetrics(loss, grad_norm, count, not finite, stops > 0)
+    return StepMetrics(loss, grad_norm, n_targets, not finite)
+
+
+def _can_skip(setup: Setup, parameters: list[Tensor]) -> bool:
+    """Whether GradScaler will skip this step by itself, and a smaller factor may still help."""
+    if not setup.scaler.is_enabled() or setup.scaler.get_scale() <= SMALLEST_SCALE:
+        return False
+    return not all(bool(torch.isfinite(p.grad).all()) for p in parameters)
 
 
 def _backward(
@@ -113,35 +131,32 @@ def _backward(
 
 
 def _exact_gradient(
-    setup: Setup, batches: Sequence[tuple[Tensor, Tensor]], step: int, count: int, stop: bool
-) -> tuple[float, float]:
-    """Summed in a tree that depends on M alone. The loss and the stop flag ride along."""
+    setup: Setup, batches: Sequence[tuple[Tensor, Tensor]], step: int, divisor: int
+) -> float:
+    """Leave the gradient in p.grad, summed in a tree that depends on M alone; returns the loss sum,
+    which rides along."""
     parameters = list(setup.model.parameters())
     tree = TreeSum(len(batches))
     for micro, batch in zip(setup.local_micro, batches, strict=True):
-        loss = _backward(setup, batch, step, micro, count)
-        flag = torch.full_like(loss, float(stop))
-        tree.add([p.grad for p in parameters] + [loss, flag])
+        loss = _backward(setup, batch, step, micro, divisor)
+        tree.add([p.grad for p in parameters] + [loss])
         setup.optimizers.zero_grad()
     what = f"step {step + 1}, gradients"
-    *gradients, loss_sum, stops = sum_over_ranks(tree.result(), setup.ranks, what)
+    *gradients, loss_sum = sum_over_ranks(tree.result(), setup.ranks, what)
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
-    return float(loss_sum), float(stops)
+    return float(loss_sum)
 
 
 def _fast_gradient(
-    setup: Setup, batches: Sequence[tuple[Tensor, Tensor]], step: int, count: int, stop: bool
-) -> tuple[float, float]:
+    setup: Setup, batches: Sequence[tuple[Tensor, Tensor]], step: int, divisor: int
+) -> float:
     """Accumulated in place, one bucketed all_reduce by DDP in the last backward."""
-    world = setup.ranks.world
-    loss_sum = torch.zeros((), device=setup.ranks.device)
-    last = setup.local_micro[-1]
+    ranks, last = setup.ranks, setup.local_micro[-1]
+    loss_sum = torch.zeros((), device=ranks.device)
     for micro, batch in zip(setup.local_micro, batches, strict=True):
         wait = setup.ddp.no_sync() if setup.ddp is not None and micro != last else nullcontext()
-        with wait, setup.ranks.waiting(f"step {step + 1}, gradients"):
+        with wait, ranks.waiting(f"step {step + 1}, gradients"):
             # DDP averages over ranks; times their number makes it the sum.
-            loss_sum += _backward(setup, batch, step, micro, count / world)
-    flags = torch.stack([loss_sum, torch.full_like(loss_sum, float(stop))])
-    total = sum(setup.ranks.gather(flags, f"step {step + 1}, loss"))
-    return float(total[0]), float(total[1])
+            loss_sum += _backward(setup, batch, step, micro, divisor / ranks.world)
+    return float(sum(ranks.gather(loss_sum, f"step {step + 1}, loss")))
