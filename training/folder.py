@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from data.options import ConfigError
 from training.manifest import free_name
 
 
@@ -31,9 +32,14 @@ def lock_folder(folder: Path) -> Iterator[None]:
     except ImportError:  # Windows: no flock
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"run.out_dir={folder}: {error.filename} is a file, not a folder"
+        ) from error
     path = folder / ".lock"
-    with open(path, "a+", encoding="utf-8") as file:
+    with open(path, "a+", encoding="utf-8", errors="replace") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from training.folder import next_attempt
+from training.manifest import named_in_errors
 
 
 class RunLogger:
@@ -19,12 +21,13 @@ class RunLogger:
     """
 
     def __init__(self, folder: Path, max_steps: int, first_step: int, quiet: bool = False) -> None:
-        path = folder / "metrics.jsonl"
-        self.attempt = next_attempt(path)
+        self.path = folder / "metrics.jsonl"
+        self.attempt = next_attempt(self.path)
         self.max_steps, self.first_step, self.quiet = max_steps, first_step, quiet
         self.started = time.monotonic()
-        _end_torn_line(path)
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        with named_in_errors(self.path):
+            _end_torn_line(self.path)
+        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (as long as the run)
         self.bar = self._make_bar()
         self.wandb: Any = None
 
@@ -73,8 +76,9 @@ class RunLogger:
             if value is not None:
                 bad = isinstance(value, float) and not math.isfinite(value)
                 entry[name] = None if bad else value
-        self.file.write(json.dumps(entry) + "\n")
-        self.file.flush()
+        with named_in_errors(self.path):
+            self.file.write(json.dumps(entry) + "\n")
+            self.file.flush()
         if self.wandb is not None:
             try:
                 self.wandb.log({k: v for k, v in values.items() if v is not None}, step=step)
@@ -114,7 +118,8 @@ class RunLogger:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-        self.file.close()
+        with contextlib.suppress(OSError):  # a full disk has been told of when the line was written
+            self.file.close()
         if self.wandb is not None:
             try:
                 self.wandb.finish()

@@ -7,6 +7,7 @@ name that comes from a file leads out of its folder.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -48,20 +49,26 @@ def write_file(path: Path, pieces: Iterable[Piece]) -> Entry:
     Raises OSError that names `path` when the disk is full or not writable.
     """
     digest, size = hashlib.sha256(), 0
+    with named_in_errors(path), open(path, "wb") as file:
+        for piece in pieces:
+            for start in range(0, len(piece), CHUNK):
+                part = piece[start : start + CHUNK]
+                file.write(part)
+                digest.update(part)
+            size += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+@contextlib.contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """Let an OSError of a write, which does not know its file, say which it was."""
     try:
-        with open(path, "wb") as file:
-            for piece in pieces:
-                for start in range(0, len(piece), CHUNK):
-                    part = piece[start : start + CHUNK]
-                    file.write(part)
-                    digest.update(part)
-                size += len(piece)
-            file.flush()
-            os.fsync(file.fileno())
+        yield
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
-    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def tensor_pieces(tensors: dict[str, Tensor]) -> Iterator[Piece]:
