@@ -1,0 +1,99 @@
+"""What several tests share: a tiny text, a run trained on it once, and the commands in process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# A model of some 5,000 parameters and windows of 16 characters: a run takes a tenth of a second.
+TINY = {
+    "n_layers": 1,
+    "n_heads": 2,
+    "d_model": 16,
+    "context_length": 16,
+    "tokenizer": "char",
+    "split": "tail",
+    "val_fraction": 0.2,
+    "workers": 0,
+    "global_batch": 4,
+    "micro_batch": 2,
+    "lr": 0.01,
+    "warmup_steps": 2,
+    "max_steps": 8,
+    "eval_interval": 4,
+    "eval_windows": 8,
+    "checkpoint_interval": 4,
+    "interval": 2,
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A folder with text.txt, 3,000 characters of which 20% validate, and its prepared data."""
+    folder = tmp_path_factory.mktemp("tiny")
+    lines = [f"def f{i}(x):\n    return x + {i * i % 97}\n" for i in range(90)]
+    (folder / "text.txt").write_text("".join(lines)[:3000], encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_argv(tiny_folder) -> Callable[..., list[str]]:
+    """The command line of a tiny run: tiny_argv(out_dir, max_steps=20, ...)."""
+
+    def argv(out_dir: Path, **options: object) -> list[str]:
+        options = {
+            **TINY,
+            "source": tiny_folder / "text.txt",
+            "prepared_dir": tiny_folder / "prepared",
+            "out_dir": out_dir,
+            **options,
+        }
+        return [str(ROOT / "config/debug.py"), *(f"--{k}={v}" for k, v in options.items())]
+
+    return argv
+
+
+@pytest.fixture(scope="session")
+def trained_once(tiny_argv, tmp_path_factory) -> Path:
+    from train import main
+
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    assert main(tiny_argv(folder, sample_prompt="def ")) == 0
+    return folder
+
+
+@pytest.fixture
+def trained(trained_once, tmp_path) -> Path:
+    """A finished tiny run of 8 steps, evaluated and saved at 4 and 8: a copy of one's own."""
+    return Path(shutil.copytree(trained_once, tmp_path / "tiny"))
+
+
+# Figures of the fault tests, shown as a table when the session ends
+
+FIGURES = pytest.StashKey[list[tuple[str, str]]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = []
+
+
+@pytest.fixture
+def figure(request) -> Callable[[str, str], None]:
+    """figure("what was done", "what came out"): a row of the table."""
+    return lambda test, result: request.config.stash[FIGURES].append((test, result))
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    rows = config.stash[FIGURES]
+    if rows:
+        terminalreporter.section("figures")
+    for test, result in rows:
+        terminalreporter.write_line(f"| {test} | {result} |")

@@ -1,0 +1,233 @@
+"""metrics.jsonl, what the terminal shows, and wandb as a stub that fails in every way it can."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from training import logger as logger_module
+from training.folder import read_metrics
+from training.logger import RunLogger, clock_text, percent, short
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def logged(folder: Path, *steps: int, **values) -> None:
+    """One process that logs these steps."""
+    log = RunLogger(folder, 10, 0)
+    for step in steps:
+        log.log(step, **values)
+    log.close()
+
+
+# metrics.jsonl
+
+
+def test_a_line_holds_the_step_the_attempt_and_the_values(tmp_path):
+    logged(tmp_path, 1, 2, loss=2.5, mfu=None)
+    first, second = lines(tmp_path)
+    assert first.pop("time") > 1.7e9
+    assert first == {"step": 1, "attempt": 1, "loss": 2.5}
+    assert second["step"] == 2
+
+
+def test_the_file_is_only_appended_to_and_attempts_are_counted(tmp_path):
+    logged(tmp_path, 1, 2, 3, loss=1.0)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    logged(tmp_path, 2, 3, loss=0.5)
+    logged(tmp_path, 3, loss=0.25)
+    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
+    assert [entry["attempt"] for entry in lines(tmp_path)] == [1, 1, 1, 2, 2, 3]
+    kept = {entry["step"]: entry["loss"] for entry in read_metrics(tmp_path / "metrics.jsonl")}
+    assert kept == {1: 1.0, 2: 0.5, 3: 0.25}
+
+
+def test_a_torn_last_line_spoils_neither_itself_nor_the_next(tmp_path):
+    logged(tmp_path, 1, loss=1.0)
+    path = tmp_path / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 2, "attempt": 1, "lo')
+    logged(tmp_path, 2, loss=0.5)
+    assert [(e["step"], e["attempt"]) for e in read_metrics(path)] == [(1, 1), (2, 2)]
+    assert len(path.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_json_cannot_hold_becomes_null(tmp_path, value):
+    logged(tmp_path, 1, loss=value)
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=refuse)["loss"] is None
+
+
+def test_a_line_is_on_its_way_to_the_disk_at_once(tmp_path):
+    log = RunLogger(tmp_path, 10, 0)
+    log.log(1, loss=1.0)
+    assert len(lines(tmp_path)) == 1
+    log.close()
+
+
+# The terminal
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path, capsys, monkeypatch):
+    log = RunLogger(tmp_path, max_steps=100, first_step=20)
+    # 10 steps in 5 s since the start at step 20: 70 left, 35 s.
+    monkeypatch.setattr(logger_module.time, "monotonic", lambda: log.started + 5.0)
+    log.progress(30, 2.34567, 12_345.6, 0.456)
+    log.close()
+    assert capsys.readouterr().out == (
+        "step 30/100: loss 2.3457, 12.3k tokens/s, MFU 46%, 0:35 left\n"
+    )
+
+
+def test_time_left_is_of_this_process_alone(tmp_path, monkeypatch):
+    log = RunLogger(tmp_path, max_steps=100, first_step=90)
+    monkeypatch.setattr(logger_module.time, "monotonic", lambda: log.started + 8.0)
+    assert log.eta(94) == pytest.approx(8 / 4 * 6)
+    assert log.eta(90) == math.inf
+    log.close()
+
+
+def test_quiet_shows_no_progress_but_passes_warnings_on(tmp_path, capsys):
+    log = RunLogger(tmp_path, 10, 0, quiet=True)
+    log.progress(1, 1.0, 1.0)
+    log.advance(1)
+    assert capsys.readouterr() == ("", "")
+    log.say("warning: something")
+    log.close()
+    assert capsys.readouterr().out == "warning: something\n"
+
+
+def test_on_a_terminal_a_bar_moves_with_the_steps(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    log = RunLogger(tmp_path, max_steps=50, first_step=10)
+    for step in range(11, 51):
+        log.advance(step)
+    log.progress(50, 1.25, 2e6, None)
+    assert log.bar.n == 50
+    log.say("a line")
+    log.close()
+    out, err = capsys.readouterr()
+    assert out == "a line\n"
+    assert "50/50" in err
+    assert "loss 1.2500, 2M tokens/s, MFU n/a" in err
+    log.say("after the bar")
+    assert capsys.readouterr().out == "after the bar\n"
+
+
+def test_figures_are_short():
+    assert [short(n) for n in (3, 999, 1000, 12_345, 1_234_567, 2e9)] == [
+        "3", "999", "1k", "12.3k", "1.23M", "2G",
+    ]  # fmt: skip
+    assert [clock_text(s) for s in (0, 75, 3599.6, 3700, math.inf)] == [
+        "0:00", "1:15", "1:00:00", "1:01:40", "?",
+    ]  # fmt: skip
+    assert [percent(share) for share in (None, 0.0, 0.456, 1.0)] == ["n/a", "0%", "46%", "100%"]
+
+
+# wandb
+
+
+class StubRun:
+    """What wandb.init returns; `broken` names the methods that raise."""
+
+    def __init__(self, id: str, broken: tuple[str, ...]) -> None:
+        self.id, self.broken, self.logged, self.finished = id, broken, [], False
+
+    def log(self, values: dict, step: int) -> None:
+        if "log" in self.broken:
+            raise ConnectionError("server gone")
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        if "finish" in self.broken:
+            raise ConnectionError("server gone")
+        self.finished = True
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """stub(*broken): put a wandb in place whose methods of these names raise."""
+
+    def make(*broken: str) -> types.ModuleType:
+        module = types.ModuleType("wandb")
+        module.runs, module.asked = [], []
+
+        def init(**options):
+            module.asked.append(options)
+            if "init" in broken:
+                raise RuntimeError("no api key\nmore about it")
+            module.runs.append(StubRun(options["id"] or "fresh-id", broken))
+            return module.runs[-1]
+
+        module.init = init
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        return module
+
+    return make
+
+
+def with_wandb(folder: Path, run_id: str | None = None) -> str | None:
+    log = RunLogger(folder, 10, 0)
+    found = log.start_wandb(folder, "project", {"run": {"seed": 1}}, run_id)
+    log.log(1, loss=2.0, mfu=None)
+    log.log(2, loss=1.0)
+    log.close()
+    assert len(lines(folder)) == 2
+    return found
+
+
+def test_wandb_gets_the_values_and_the_config(tmp_path, stub):
+    wandb = stub()
+    assert with_wandb(tmp_path) == "fresh-id"
+    (run,), (asked,) = wandb.runs, wandb.asked
+    assert run.logged == [(1, {"loss": 2.0}), (2, {"loss": 1.0})]
+    assert run.finished
+    assert asked["project"] == "project"
+    assert asked["name"] == tmp_path.name
+    assert asked["config"] == {"run": {"seed": 1}}
+
+
+def test_a_resumed_run_is_the_same_one_at_wandb(tmp_path, stub):
+    wandb = stub()
+    assert with_wandb(tmp_path, "the-id") == "the-id"
+    assert wandb.asked[0]["id"] == "the-id"
+    assert wandb.asked[0]["resume"] == "allow"
+
+
+@pytest.mark.parametrize("broken", ["init", "log", "finish"])
+def test_a_failing_wandb_is_said_once_and_the_run_goes_on(tmp_path, stub, capsys, broken):
+    stub(broken)
+    with_wandb(tmp_path, "the-id")
+    said = [line for line in capsys.readouterr().out.splitlines() if "wandb" in line]
+    assert len(said) == 1
+    assert said[0].startswith("warning: wandb")
+    assert "going on without it" in said[0]
+    assert "more about it" not in said[0]
+
+
+def test_a_run_that_wandb_cannot_start_keeps_the_id_it_had(tmp_path, stub):
+    stub("init")
+    assert with_wandb(tmp_path, "the-id") == "the-id"
+
+
+def test_without_wandb_there_is_advice(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
+    assert with_wandb(tmp_path) is None
+    assert "pip install wandb" in capsys.readouterr().out
+
+
+def test_wandb_is_not_imported_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    logged(tmp_path, 1, loss=1.0)
