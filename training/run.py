@@ -136,13 +136,13 @@ def take_step(run: Run, batches: Batches) -> None:
     """One update; none if some rank was asked to stop. Raises NonFinite naming the windows."""
     setup, step = run.setup, run.state.step
     began = time.perf_counter()
-    setup.optimizers.set_lr(lr_factor(step, run.config.run.max_steps, run.config.schedule))
     mine = list(itertools.islice(batches, len(setup.local_micro)))  # fewer when asked to stop
     counts = [count_targets(mine), int(run.interrupts.stop)]
     n_targets, stops = setup.ranks.sum_ints(counts, f"step {step + 1}, counting targets")
     if stops:
         run.stopping = True
         return
+    setup.optimizers.set_lr(lr_factor(step, run.config.run.max_steps, run.config.schedule))
     try:
         run.last = train_step(setup, mine, step, n_targets)
     except NonFinite as error:
