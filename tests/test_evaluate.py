@@ -1,0 +1,185 @@
+"""Evaluation: one figure for the same windows, whatever the batch; by hand where that can be."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.gpt import GPT, IGNORE_INDEX
+from training.distributed import Ranks
+from training.evaluate import Evaluation, choose_windows, evaluate
+from training.precision import Precision
+
+V, T = 5, 4
+BYTES = np.array([1, 2, 3, 4, 0])  # what each id stands for; the last is the end-of-text
+
+
+class FewWindows:
+    """Validation windows held in memory."""
+
+    def __init__(self, pairs) -> None:
+        self.pairs = [(np.array(tokens), np.array(targets)) for tokens, targets in pairs]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def pair(self, i: int, shift: int = 0):
+        return self.pairs[i]
+
+
+class Uniform(torch.nn.Module):
+    """A model that finds every id equally likely, however it is asked."""
+
+    def forward(self, tokens, targets, reduction):
+        counted = targets != IGNORE_INDEX
+        return counted * math.log(V)
+
+
+def random_windows(n: int) -> FewWindows:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, V, (n, T + 1))
+    return FewWindows([(row[:-1], row[1:]) for row in ids])
+
+
+def tiny_model(dropout: float = 0.0) -> GPT:
+    config = ModelConfig(n_layers=1, n_heads=2, d_model=8, context_length=T, dropout=dropout)
+    model = GPT(config.resolved(V))
+    model.init_weights(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.5, generator=torch.Generator().manual_seed(p.numel()))
+    return model
+
+
+def measured(model, windows, chosen=None, batch=2, **options) -> Evaluation | None:
+    chosen = range(len(windows)) if chosen is None else chosen
+    return evaluate(
+        model,
+        windows,
+        chosen,
+        batch=batch,
+        byte_lengths=BYTES,
+        ranks=Ranks(),
+        precision=Precision(torch.float32, "cpu"),
+        **options,
+    )
+
+
+# By hand
+
+
+def test_loss_perplexity_and_bits_per_byte_by_hand():
+    windows = FewWindows(
+        [
+            ([0, 0, 0, 0], [0, 1, 2, 4]),  # 1 + 2 + 3 + 0 bytes
+            ([0, 0, 0, 0], [3, 3, IGNORE_INDEX, IGNORE_INDEX]),  # 4 + 4 bytes, two targets
+        ]
+    )
+    found = measured(Uniform(), windows)
+    assert found.tokens == 6
+    assert found.bytes == 14
+    assert found.loss == pytest.approx(math.log(5))
+    assert found.perplexity == pytest.approx(5)
+    assert found.bits_per_byte == pytest.approx(6 * math.log2(5) / 14)
+
+
+def test_a_mean_over_targets_is_no_mean_over_windows():
+    class OneBadTarget(torch.nn.Module):
+        def forward(self, tokens, targets, reduction):
+            return (targets == 1) * 6.0
+
+    windows = FewWindows(
+        [([0] * 4, [1, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]), ([0] * 4, [0, 0, 0, 0])]
+    )
+    assert measured(OneBadTarget(), windows).loss == pytest.approx(6 / 5)
+
+
+def test_a_loss_beyond_what_exp_can_hold_is_infinitely_perplexed():
+    assert Evaluation(loss=1000.0, tokens=1, bytes=1).perplexity == math.inf
+    assert Evaluation(loss=2.0, tokens=3, bytes=0).bits_per_byte == pytest.approx(6 / math.log(2))
+
+
+# The same windows
+
+
+def test_windows_are_spread_evenly_and_the_same_each_time():
+    assert choose_windows(10, 5) == [0, 2, 4, 6, 8]
+    assert choose_windows(10, 3) == [0, 3, 6]
+    assert choose_windows(10, 0) == choose_windows(10, 10) == choose_windows(10, 99)
+    assert choose_windows(10, 0) == list(range(10))
+    assert choose_windows(1_000_000_007, 2) == [0, 500_000_003]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7, 100])
+def test_the_figure_does_not_depend_on_the_batch(batch):
+    model, windows = tiny_model(), random_windows(7)
+    reference = measured(model, windows, batch=7)
+    found = measured(model, windows, batch=batch)
+    assert found.loss == pytest.approx(reference.loss, rel=1e-6)
+    assert (found.tokens, found.bytes) == (reference.tokens, reference.bytes)
+    assert found.tokens == 7 * T
+
+
+def test_only_the_chosen_windows_count():
+    model, windows = tiny_model(), random_windows(6)
+    alone = FewWindows([windows.pairs[i] for i in (1, 4)])
+    assert measured(model, windows, chosen=[1, 4]) == measured(model, alone)
+
+
+def test_a_model_scores_what_it_says_of_each_target():
+    model, windows = tiny_model(), random_windows(3)
+    losses = []
+    for tokens, targets in windows.pairs:
+        log_p = model(torch.tensor(tokens)[None]).log_softmax(-1)[0].detach()
+        losses += [-float(log_p[t, target]) for t, target in enumerate(targets)]
+    assert measured(model, windows).loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+# What an evaluation leaves as it was
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_is_off_and_the_mode_comes_back(training):
+    model, windows = tiny_model(dropout=0.5), random_windows(5)
+    model.train(training)
+    first = measured(model, windows)
+    assert model.training is training
+    assert all(module.training is training for module in model.modules())
+    torch.manual_seed(123)
+    assert measured(model, windows) == first
+    assert first.loss == pytest.approx(measured(tiny_model(), windows).loss, rel=1e-6)
+
+
+def test_the_mode_comes_back_after_an_error_too():
+    model, windows = tiny_model(), random_windows(2)
+    windows.pairs[1] = (np.zeros(T + 1, dtype=int), np.zeros(T + 1, dtype=int))  # too long
+    with pytest.raises(ValueError, match="context_length"):
+        measured(model, windows, batch=1)
+    assert model.training
+
+
+def test_no_random_number_is_drawn_and_no_gradient_kept():
+    model, windows = tiny_model(dropout=0.5), random_windows(3)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    measured(model, windows)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_asked_to_stop_it_leaves_and_says_nothing():
+    asked = []
+
+    def stop() -> bool:
+        asked.append(True)
+        return len(asked) > 2
+
+    model = tiny_model()
+    assert measured(model, random_windows(10), batch=2, stop=stop) is None
+    assert len(asked) == 3
+    assert model.training
