@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -62,11 +63,21 @@ def tiny_argv(tiny_folder) -> Callable[..., list[str]]:
 
 
 @pytest.fixture(scope="session")
-def trained_once(tiny_argv, tmp_path_factory) -> Path:
+def train_tiny(tiny_argv) -> Callable[..., int]:
+    """Train in this process with a short sample at the end: train_tiny(out_dir, max_steps=20)."""
     from train import main
 
+    def run(out_dir: Path, **options: object) -> int:
+        with mock.patch("training.screen.SAMPLE_TOKENS", 10):
+            return main(tiny_argv(out_dir, **options))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def trained_once(train_tiny, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    assert main(tiny_argv(folder, sample_prompt="def ")) == 0
+    assert train_tiny(folder, sample_prompt="def ") == 0
     return folder
 
 
@@ -74,26 +85,3 @@ def trained_once(tiny_argv, tmp_path_factory) -> Path:
 def trained(trained_once, tmp_path) -> Path:
     """A finished tiny run of 8 steps, evaluated and saved at 4 and 8: a copy of one's own."""
     return Path(shutil.copytree(trained_once, tmp_path / "tiny"))
-
-
-# Figures of the fault tests, shown as a table when the session ends
-
-FIGURES = pytest.StashKey[list[tuple[str, str]]]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[FIGURES] = []
-
-
-@pytest.fixture
-def figure(request) -> Callable[[str, str], None]:
-    """figure("what was done", "what came out"): a row of the table."""
-    return lambda test, result: request.config.stash[FIGURES].append((test, result))
-
-
-def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    rows = config.stash[FIGURES]
-    if rows:
-        terminalreporter.section("figures")
-    for test, result in rows:
-        terminalreporter.write_line(f"| {test} | {result} |")

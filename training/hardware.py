@@ -47,14 +47,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         known = known_peak(torch.cuda.get_device_name(device), dtype)
         return known or measured_peak(device, dtype, size=8192)
     if device.type == "cpu":
-        return measured_peak(device, dtype, size=1024)
+        return measured_peak(device, dtype, size=768)
     return None
 
 
-def measured_peak(
-    device: torch.device, dtype: torch.dtype, size: int = 1024, tries: int = 10
-) -> float:
-    """The best of some square matrix products, in FLOP/s (2 size^3 operations each)."""
+def measured_peak(device: torch.device, dtype: torch.dtype, size: int, tries: int = 8) -> float:
+    """The best of some square matrix products, in FLOP/s (2 size^3 operations each).
+
+    Short ones, so that on a busy machine one of them is not interrupted.
+    """
     a = torch.ones(size, size, dtype=dtype, device=device)
     best = float("inf")
     for _ in range(tries):

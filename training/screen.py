@@ -14,6 +14,9 @@ from training.config import Config
 from training.run import Run
 
 
+SAMPLE_TOKENS = 150  # of the sample at the end
+
+
 def check_prompt(config: Config, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if the sample's prompt cannot be encoded: at the start, not at the end."""
     try:
@@ -76,12 +79,12 @@ def sample_command(run: Run) -> str:
     return f"python sample.py {shlex.quote(str(run.folder))}{start}"
 
 
-def sample_text(run: Run, prompt: str, max_new_tokens: int = 150) -> str:
+def sample_text(run: Run, prompt: str) -> str:
     """The prompt continued, by a generator of its own, so that no training draw changes."""
     tokenizer, device = run.data.tokenizer, run.setup.ranks.device
     ids = tokenizer.encode(prompt) or start_ids(tokenizer)
     rng = torch.Generator(device).manual_seed(run.config.run.seed)
-    settings = SamplingConfig(temperature=0.8, top_k=50, max_new_tokens=max_new_tokens)
+    settings = SamplingConfig(temperature=0.8, top_k=50, max_new_tokens=SAMPLE_TOKENS)
     # Compiled, each length of the text would be compiled anew.
     eager = torch.compiler.set_stance("force_eager") if run.config.run.compile else nullcontext()
     with eager:
