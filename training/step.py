@@ -66,6 +66,20 @@ def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
+def seed_dropout(device: torch.device, seed: int) -> None:
+    """Set the generator that dropout draws from on this device.
+
+    Not torch.manual_seed: where there is no GPU it notes the seed, with a traceback, for each kind
+    of GPU that might come up later, and never forgets one.
+    """
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 def count_targets(batches: Sequence[tuple[Tensor, Tensor]]) -> int:
     """How many targets of these (tokens, targets) count."""
     return sum(int((targets != IGNORE_INDEX).sum()) for _, targets in batches)
@@ -122,7 +136,7 @@ def _backward(
 ) -> Tensor:
     """Forward and backward of one micro-batch; returns its summed loss, ()."""
     tokens, targets = batch
-    torch.manual_seed(dropout_seed(setup.seed, step, micro))
+    seed_dropout(setup.ranks.device, dropout_seed(setup.seed, step, micro))
     forward = setup.ddp or setup.model
     with setup.precision.autocast():
         loss = forward(tokens, targets, reduction="sum")
