@@ -1,0 +1,1 @@
+"""Scripts around a run, `python -m tools.NAME`: nothing else imports them."""
