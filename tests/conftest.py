@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
+
+from data.options import run_command
 
 ROOT = Path(__file__).parents[1]
 
@@ -85,3 +88,17 @@ def trained_once(train_tiny, tmp_path_factory) -> Path:
 def trained(trained_once, tmp_path) -> Path:
     """A finished tiny run of 8 steps, evaluated and saved at 4 and 8: a copy of one's own."""
     return Path(shutil.copytree(trained_once, tmp_path / "tiny"))
+
+
+@pytest.fixture
+def command(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
+    """Run a script's main as its process would: command(main, *argv) -> (exit code, out, err)."""
+
+    def run(main: Callable, *argv: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["script.py", *map(str, argv)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run_command(main)
+        return (int(ended.value.code), *capsys.readouterr())
+
+    return run

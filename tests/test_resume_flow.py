@@ -1,0 +1,190 @@
+"""The same command again: it continues, says that it is finished, or refuses; nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from data.options import ConfigError
+from training import run as run_module
+from training.folder import read_metrics
+
+
+class Killed(BaseException):
+    """What ends a run at once, as a kill does."""
+
+
+@pytest.fixture
+def killed_at(train_tiny, monkeypatch):
+    """killed_at(step, out_dir, ...): train, and be killed once `step` updates are done."""
+
+    def run(step: int, out_dir: Path, **options) -> None:
+        inner = run_module.take_step
+
+        def take_step(run, batches):
+            if run.state.step == step:
+                raise Killed
+            inner(run, batches)
+
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(run_module, "take_step", take_step)
+            train_tiny(out_dir, **options)
+
+    return run
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder but the lock, by its path."""
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name != ".lock")
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+def recipe(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text())
+
+
+# Going on
+
+
+@pytest.mark.parametrize("step", [4, 6])
+def test_the_same_command_continues_to_the_same_bits(
+    killed_at, train_tiny, trained_once, tmp_path, step
+):
+    folder = tmp_path / "killed"
+    killed_at(step, folder)
+    assert train_tiny(folder) == 0
+    a, b = (load_file(f / "checkpoints/step-8/model.safetensors") for f in (folder, trained_once))
+    assert all(torch.equal(a[name], b[name]) for name in b)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    seen = [(line["attempt"], line["step"]) for line in lines if "loss" in line]
+    again = [(2, 6), (2, 8)]
+    assert seen == ([(1, 1), (1, 2), (1, 4)] + [(1, 6)] * (step == 6) + again)
+    losses = {e["step"]: e.get("loss") for e in read_metrics(folder / "metrics.jsonl")}
+    wanted = {e["step"]: e.get("loss") for e in read_metrics(trained_once / "metrics.jsonl")}
+    assert losses == wanted
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(killed_at, train_tiny, tmp_path):
+    killed_at(2, tmp_path, max_steps=4)
+    assert not (tmp_path / "checkpoints").exists()
+    assert train_tiny(tmp_path, max_steps=4) == 0
+    assert [e["attempt"] for e in read_metrics(tmp_path / "metrics.jsonl") if "loss" in e] == [
+        2
+    ] * 3
+
+
+def test_a_finished_run_says_so_and_is_left_as_it_is(trained, train_tiny, capsys):
+    before = snapshot(trained)
+    assert train_tiny(trained) == 0
+    out = capsys.readouterr().out
+    assert f"{trained} is finished at step 8: all steps done; validation loss" in out
+    assert f"python sample.py {trained}" in out
+    assert "--resume=must --max_steps=N" in out
+    assert snapshot(trained) == before
+
+
+def test_a_finished_run_says_so_in_quiet_too(trained, train_tiny, capsys):
+    assert train_tiny(trained, quiet=True) == 0
+    assert capsys.readouterr().out.count("is finished at step 8") == 1
+
+
+def test_what_no_update_depends_on_may_differ(trained, train_tiny):
+    assert train_tiny(trained, interval=1, keep_checkpoints=5, eval_interval=3) == 0
+
+
+# Refusing
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"lr": 0.5}, ["optim.lr: the run has 0.01, asked for 0.5", "--resume=must"]),
+        ({"max_steps": 20}, ["run.max_steps: the run has 8, asked for 20", "--resume=must"]),
+        ({"n_layers": 4}, ["model.n_layers: the run has 1, asked for 4", "fixed once"]),
+        ({"context_length": 32}, ["model.context_length: the run has 16", "fixed once"]),
+        ({"resume": "must", "n_layers": 4}, ["model.n_layers: the run has 1", "fixed once"]),
+        ({"resume": "must", "seed": 3}, ["run.seed: the run has 1, asked for 3", "fixed once"]),
+        ({"global_batch": 8, "lr": 1}, ["data.global_batch: the run has 4", "optim.lr: the run"]),
+    ],
+)
+def test_another_recipe_is_refused_with_the_ways_on(trained, train_tiny, options, told):
+    before = snapshot(trained)
+    with pytest.raises(ConfigError) as caught:
+        train_tiny(trained, **options)
+    for part in [*told, "holds a run with another recipe", "--overwrite=true"]:
+        assert part in str(caught.value)
+    assert snapshot(trained) == before
+
+
+def test_data_that_has_changed_is_refused(train_tiny, tmp_path):
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("abcdefgh\n" * 60)
+    options = {"source": text, "prepared_dir": tmp_path / "prepared"}
+    train_tiny(run, **options, max_steps=2)
+    text.write_text("abcdefhg\n" * 60)
+    before = snapshot(run)
+    with pytest.raises(ConfigError, match="was trained on other data.*--overwrite=true"):
+        train_tiny(run, **options, max_steps=4, resume="must")
+    assert snapshot(run) == before
+    text.write_text("abcdefgh\n" * 60)
+    assert train_tiny(run, **options, max_steps=4, resume="must") == 0
+
+
+# With new values
+
+
+def test_resume_must_carries_on_with_new_values(trained, train_tiny):
+    assert train_tiny(trained, resume="must", max_steps=12, lr=0.002, schedule="constant") == 0
+    rates = {e["step"]: e["lr"] for e in read_metrics(trained / "metrics.jsonl") if "lr" in e}
+    assert rates[12] == 0.002
+    assert rates[2] > 0.002
+    assert (trained / "checkpoints/step-12").is_dir()
+    assert recipe(trained)["run"]["max_steps"] == 12
+    assert recipe(trained)["optim"]["lr"] == 0.002
+    assert train_tiny(trained, max_steps=12, lr=0.002, schedule="constant") == 0  # the recipe now
+
+
+def test_resume_must_needs_something_to_resume(train_tiny, tmp_path):
+    with pytest.raises(ConfigError, match="resume=must: .*holds no checkpoint"):
+        train_tiny(tmp_path / "new", resume="must")
+
+
+# Anew
+
+
+def test_overwrite_moves_the_old_run_aside(trained, train_tiny, capsys):
+    before = snapshot(trained)
+    for name in ("tiny.old", "tiny.old-1"):
+        assert train_tiny(trained, overwrite=True, max_steps=2) == 0
+        assert f"moved the old run to {trained.parent / name}" in capsys.readouterr().out
+    assert snapshot(trained.parent / "tiny.old") == before
+    assert recipe(trained.parent / "tiny.old-1")["run"]["max_steps"] == 2
+    assert [p.name for p in (trained / "checkpoints").glob("step-*")] == ["step-2"]
+    attempts = {e["attempt"] for e in read_metrics(trained / "metrics.jsonl")}
+    assert attempts == {1}
+
+
+@pytest.mark.parametrize("mistake", [{"context_length": 5000}, {"sample_prompt": "Ω"}])
+def test_a_mistake_moves_nothing_aside(trained, train_tiny, mistake):
+    before = snapshot(trained)
+    with pytest.raises(ConfigError):
+        train_tiny(trained, overwrite=True, **mistake)
+    assert snapshot(trained) == before
+    assert [p.name for p in trained.parent.iterdir()] == ["tiny"]
+
+
+def test_overwrite_in_an_empty_place_is_a_plain_start(train_tiny, tmp_path):
+    assert train_tiny(tmp_path / "new", overwrite=True, max_steps=2) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_refusal_is_a_users_mistake(trained, tiny_argv, command):
+    code, out, err = command(train.main, *tiny_argv(trained, lr=0.5))
+    assert code == 2
+    assert all(line.startswith("error: ") for line in err.splitlines())
+    assert "optim.lr: the run has 0.01, asked for 0.5" in err

@@ -1,0 +1,285 @@
+"""Training from the command line, end to end in this process, on a tiny text."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import sample
+import train
+from training import run as run_module
+from training.evaluate import Evaluation
+from training.folder import read_metrics
+from training.step import NonFinite
+
+
+def metrics(folder: Path, name: str) -> dict[int, float]:
+    """{step: value} of one value of metrics.jsonl."""
+    return {e["step"]: e[name] for e in read_metrics(folder / "metrics.jsonl") if name in e}
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / f"checkpoints/step-{step}/model.safetensors")
+
+
+def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """losses(2.0, 3.0, ...): what the evaluations find, one after the other."""
+
+    def rig(*values: float) -> None:
+        found = iter(values)
+        monkeypatch.setattr(
+            run_module, "evaluate", lambda *args, **options: Evaluation(next(found), 100, 100)
+        )
+
+    return rig
+
+
+# What a run leaves behind
+
+
+def test_exactly_max_steps_are_taken_and_logged(trained_once):
+    loss = metrics(trained_once, "loss")
+    assert list(loss) == [1, 2, 4, 6, 8]
+    assert loss[1] == pytest.approx(math.log(24), abs=0.1)  # the text has 24 characters
+    assert loss[8] < loss[1] - 0.3
+    saved = json.loads((trained_once / "checkpoints/step-8/state.json").read_text())
+    assert saved["step"] == 8
+
+
+def test_a_line_holds_all_that_was_promised(trained_once):
+    lines = [json.loads(line) for line in (trained_once / "metrics.jsonl").open()]
+    train_line = next(line for line in lines if "loss" in line)
+    names = {"step", "attempt", "time", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"}
+    assert train_line.keys() == names
+    assert {line["attempt"] for line in lines} == {1}
+    assert all(line["mfu"] <= 1 for line in lines if "mfu" in line)
+
+
+def test_every_evaluation_is_logged_in_three_units(trained_once):
+    losses = metrics(trained_once, "val_loss")
+    assert list(losses) == [4, 8]
+    for step, loss in losses.items():
+        # Every character of the text is one byte.
+        assert metrics(trained_once, "bits_per_byte")[step] == pytest.approx(loss / math.log(2))
+        assert metrics(trained_once, "perplexity")[step] == pytest.approx(math.exp(loss))
+
+
+def test_the_folder_holds_what_is_needed_and_no_more(trained_once):
+    assert {p.name for p in trained_once.iterdir()} == {
+        "run.json", "metrics.jsonl", "checkpoints", ".lock",
+    }  # fmt: skip
+    assert {p.name for p in (trained_once / "checkpoints").iterdir()} == {
+        "step-4", "step-8", "best",
+    }  # fmt: skip
+    assert (trained_once / "checkpoints/best").read_text() == "step-8\n"
+    resolved = json.loads((trained_once / "run.json").read_text())
+    assert resolved["model"]["vocab_size"] == 24
+    assert resolved["run"]["attention"] == "sdpa"
+    assert resolved == json.loads((trained_once / "checkpoints/step-8/run.json").read_text())
+
+
+def test_steps_are_updates_and_not_micro_batches(train_tiny, tmp_path):
+    train_tiny(
+        tmp_path, max_steps=20, global_batch=8, micro_batch=1, interval=1, warmup_steps=5, lr=0.5
+    )
+    rates = metrics(tmp_path, "lr")
+    assert list(rates) == list(range(1, 21))
+    assert all(0 < rate <= 0.5 for rate in rates.values())
+    # wsd: 5 steps of warm-up, 0.5 until step 11, then down by 0.05 a step.
+    by_hand = {1: 0.5 / 6, 5: 2.5 / 6, 6: 0.5, 11: 0.5, 12: 0.45, 16: 0.25, 20: 0.05}
+    assert {step: rates[step] for step in by_hand} == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_run_shorter_than_its_intervals_ends_evaluated_and_saved(train_tiny, tmp_path, steps):
+    options = {"eval_interval": 2000, "checkpoint_interval": 2000, "interval": 2000}
+    assert train_tiny(tmp_path / "run", max_steps=steps, **options) == 0
+    assert list(metrics(tmp_path / "run", "val_loss")) == [steps]
+    assert list(metrics(tmp_path / "run", "loss")) == sorted({1, steps})
+    assert sample.main([str(tmp_path / "run"), "--max_new_tokens=3"]) == 0
+
+
+# What it says
+
+
+def test_it_introduces_itself_and_ends_with_what_to_type_next(train_tiny, tmp_path, capsys):
+    folder = tmp_path / "a run"
+    train_tiny(folder, max_steps=4, sample_prompt="def f")
+    out = capsys.readouterr().out
+    assert "device cpu, float32 (as asked), 1 thread, attention sdpa" in out
+    assert "parameters, 1 layers of width 16, vocabulary 24" in out
+    assert "4 steps of 4 x 16 = 64 tokens in 2 micro-batches" in out
+    assert "step 4/4: loss" in out
+    assert f"saved {folder}/checkpoints/step-4" in out
+    ending = out.partition("finished at step 4: all steps done; validation loss ")[2]
+    assert f"checkpoint: {folder}/checkpoints/step-4" in ending
+    assert "a sample of it, from 'def f':\n\ndef f" in ending
+    typed = shlex.split(ending.partition("more: python ")[2])
+    assert typed == ["sample.py", str(folder), "--prompt", "def f"]
+    sample.main([*typed[1:], "--max_new_tokens=4"])
+    assert capsys.readouterr().out.startswith("def f")
+
+
+def test_quiet_leaves_warnings_and_the_result(train_tiny, tmp_path, capsys):
+    train_tiny(tmp_path, max_steps=4, quiet=True)
+    out, err = capsys.readouterr()
+    assert out.startswith("finished at step 4: all steps done")
+    assert "checkpoint: " in out
+    assert "a sample of it" in out
+    assert "more: python sample.py" in out
+    assert err == ""
+
+
+def test_a_prompt_that_cannot_be_encoded_is_told_before_training(train_tiny, tmp_path):
+    with pytest.raises(ValueError, match=r"log.sample_prompt='Ω': the char tokenizer .*U\+03A9"):
+        train_tiny(tmp_path, sample_prompt="Ω")
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_tokens_per_second_leave_evaluation_and_saving_out(train_tiny, tmp_path, monkeypatch):
+    now = [0.0]
+
+    def takes(seconds: float, name: str) -> None:
+        inner = getattr(run_module, name)
+
+        def slow(*args, **options):
+            now[0] += seconds
+            return inner(*args, **options)
+
+        monkeypatch.setattr(run_module, name, slow)
+
+    takes(2.0, "train_step")
+    takes(100.0, "evaluate")
+    takes(1000.0, "save")
+    monkeypatch.setattr(run_module, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(run_module, "peak_flops", lambda *args: None)
+    train_tiny(tmp_path, max_steps=8)
+    rates = metrics(tmp_path, "tokens_per_second")
+    assert rates == dict.fromkeys([1, 2, 4, 6, 8], pytest.approx(4 * 16 / 2.0))
+    assert metrics(tmp_path, "mfu") == {}
+
+
+# What must not matter
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_looking_at_a_run_does_not_change_it(train_tiny, tmp_path, optimizer):
+    """Evaluations, checkpoints and log lines in between leave every bit as it was."""
+    options = {"max_steps": 6, "dropout": 0.2, "optimizer": optimizer}
+    often = {"eval_interval": 1, "checkpoint_interval": 1, "interval": 1, "eval_windows": 3}
+    train_tiny(tmp_path / "a", **options, eval_interval=100, checkpoint_interval=100, interval=1)
+    train_tiny(tmp_path / "b", **options, **often)
+    assert metrics(tmp_path / "a", "loss") == metrics(tmp_path / "b", "loss")
+    assert same_weights(weights(tmp_path / "a", 6), weights(tmp_path / "b", 6))
+
+
+def test_loss_and_gradient_norm_do_not_depend_on_micro_batches(train_tiny, tmp_path):
+    for micro_batch in (8, 4, 1):
+        folder = tmp_path / str(micro_batch)
+        train_tiny(folder, global_batch=8, micro_batch=micro_batch, interval=1, max_steps=5)
+    for name in ("loss", "grad_norm"):
+        whole = metrics(tmp_path / "8", name)
+        assert len(whole) == 5
+        for micro_batch in (4, 1):
+            assert metrics(tmp_path / str(micro_batch), name) == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_seed_decides(train_tiny, trained_once, tmp_path):
+    train_tiny(tmp_path / "same", max_steps=8)
+    train_tiny(tmp_path / "other", max_steps=8, seed=2)
+    assert metrics(tmp_path / "same", "loss") == metrics(trained_once, "loss")
+    assert metrics(tmp_path / "other", "loss") != metrics(trained_once, "loss")
+
+
+# The best checkpoint, patience
+
+
+def test_a_worse_loss_never_replaces_the_best_also_after_a_resume(
+    train_tiny, tmp_path, losses, capsys
+):
+    best = tmp_path / "checkpoints/best"
+    losses(2.0, 3.0, 2.5)
+    train_tiny(tmp_path, max_steps=6, eval_interval=2, checkpoint_interval=2)
+    assert best.read_text() == "step-2\n"
+    assert f"the best: {tmp_path}/checkpoints/step-2" in capsys.readouterr().out
+    kept = weights(tmp_path, 2)
+    losses(2.4, 2.1)
+    more = {"max_steps": 10, "resume": "must", "eval_interval": 2, "checkpoint_interval": 2}
+    train_tiny(tmp_path, **more)
+    assert best.read_text() == "step-2\n"
+    assert same_weights(weights(tmp_path, 2), kept)
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {
+        "best", "step-2", "step-8", "step-10",
+    }  # fmt: skip
+    losses(1.9)
+    train_tiny(tmp_path, **{**more, "max_steps": 12})
+    assert best.read_text() == "step-12\n"
+
+
+def test_a_run_without_a_better_loss_stops_early_and_stays_finished(
+    train_tiny, tmp_path, losses, capsys
+):
+    losses(2.0, 2.1, 2.2, 0.1)
+    options = {"max_steps": 100, "eval_interval": 3, "patience": 2, "interval": 2}
+    assert train_tiny(tmp_path, **options) == 0
+    assert list(metrics(tmp_path, "val_loss")) == [3, 6, 9]
+    assert max(metrics(tmp_path, "loss")) == 9  # beside the last evaluation, off the interval
+    out = capsys.readouterr().out
+    assert "finished at step 9: no better loss in 2 evaluations; validation loss 2.2000" in out
+    assert (tmp_path / "checkpoints/step-9").exists()
+    assert train_tiny(tmp_path, **options) == 0
+    assert "is finished at step 9: no better loss in 2 evaluations" in capsys.readouterr().out
+
+
+# What goes wrong
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_names_the_windows(train_tiny, tmp_path):
+    with pytest.raises(NonFinite, match=r"step 2: .*norm nan.*Its windows: \d+ \(epoch 0\), "):
+        train_tiny(tmp_path, lr=1e38, grad_clip=0)
+    assert NonFinite.exit_code == 4
+    assert metrics(tmp_path, "loss")
+
+
+def test_a_validation_loss_that_is_no_number_ends_the_run(train_tiny, tmp_path, losses):
+    losses(2.0, math.nan)
+    with pytest.raises(NonFinite, match="step 4: validation loss nan"):
+        train_tiny(tmp_path, eval_interval=2)
+    assert (tmp_path / "checkpoints/best").read_text() == "step-2\n"
+
+
+def test_wandbs_run_is_one_and_is_found_again(train_tiny, tmp_path, monkeypatch):
+    asked, logged = [], []
+    run = types.SimpleNamespace(
+        id="abc", log=lambda values, step: logged.append((step, *values)), finish=lambda: None
+    )
+    wandb = types.ModuleType("wandb")
+    wandb.init = lambda **options: asked.append(options) or run
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    train_tiny(tmp_path, max_steps=4, wandb=True, project="mine")
+    assert (asked[0]["id"], asked[0]["project"]) == (None, "mine")
+    assert [step for step, *names in logged if "loss" in names] == [1, 2, 4]
+    state = json.loads((tmp_path / "checkpoints/step-4/state.json").read_text())
+    assert state["wandb_id"] == "abc"
+    train_tiny(tmp_path, max_steps=6, wandb=True, project="mine", resume="must")
+    assert asked[1]["id"] == "abc"
+
+
+def test_the_main_script_is_a_command(command):
+    code, out, err = command(train.main)
+    assert code == 2
+    assert err.startswith("error: CONFIG is missing")
+    assert command(train.main, "--help")[0] == 0
