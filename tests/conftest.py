@@ -102,3 +102,26 @@ def command(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
         return (int(ended.value.code), *capsys.readouterr())
 
     return run
+
+
+# Figures of the fault tests, shown as a table when the session ends
+
+FIGURES = pytest.StashKey[list[tuple[str, str]]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = []
+
+
+@pytest.fixture
+def figure(request) -> Callable[[str, str], None]:
+    """figure("what was done", "what came out"): a row of the table."""
+    return lambda test, result: request.config.stash[FIGURES].append((test, result))
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    rows = config.stash[FIGURES]
+    if rows:
+        terminalreporter.section("figures")
+    for test, result in rows:
+        terminalreporter.write_line(f"| {test} | {result} |")
