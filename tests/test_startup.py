@@ -1,0 +1,233 @@
+"""From a config to a run: what is filled in, weights to start from, a compiler that is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from data.config import DataConfig
+from data.options import ConfigError
+from model.config import ModelConfig
+from model.gpt import GPT
+from training import startup
+from training.config import Config
+from training.distributed import Ranks
+from training.sections import ParallelConfig, RunConfig
+
+
+def resolved(world: int = 1, rank: int = 0, said=lambda text: None, **data) -> Config:
+    config = Config(data=DataConfig(**data), run=RunConfig(device="cpu", dtype="float32"))
+    return startup.resolve(config, Ranks(rank, world), vocab_size=300, say=said)
+
+
+# What is filled in
+
+
+def test_nothing_stays_open():
+    said: list[str] = []
+    config = resolved(global_batch=8, said=said.append)
+    assert config.data.micro_batch == 8
+    assert config.model.vocab_size == 300
+    assert config.model.d_head * config.model.n_heads == config.model.d_model
+    assert config.run.threads == torch.get_num_threads()
+    assert (config.run.attention, config.parallel.reduction) == ("sdpa", "exact")
+    assert len(said) == 1
+
+
+def test_ranks_share_the_batch_unless_micro_batch_says_how():
+    assert resolved(world=2, global_batch=8).data.micro_batch == 4
+    assert resolved(world=2, global_batch=8, micro_batch=1).data.micro_batch == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "data", "numbers"),
+    [
+        (2, {"global_batch": 5, "micro_batch": 1}, ["5 micro-batches", "2 ranks"]),
+        (2, {"global_batch": 5}, ["global_batch=5", "2 ranks"]),
+        (4, {"global_batch": 12, "micro_batch": 2}, ["6 micro-batches", "4 ranks"]),
+        (8, {"global_batch": 4}, ["4 micro-batches", "8 ranks"]),
+    ],
+)
+def test_a_batch_that_ranks_cannot_share_is_refused_with_both_numbers(world, data, numbers):
+    with pytest.raises(ConfigError) as caught:
+        resolved(world=world, **data)
+    assert all(number in str(caught.value) for number in numbers)
+
+
+def test_exact_reduction_that_is_impossible_is_refused():
+    config = replace(Config(), parallel=ParallelConfig(reduction="exact"))
+    config = replace(config, data=DataConfig(global_batch=6, micro_batch=2))
+    with pytest.raises(ConfigError, match="reduction=exact: 3 ranks must be a power of two"):
+        startup.resolve(config, Ranks(0, 3), 300, print)
+
+
+def test_ranks_that_begin_with_other_weights_are_found(monkeypatch):
+    model = GPT(ModelConfig(n_layers=1, d_model=8, n_heads=2).resolved(5))
+    ranks = Ranks(0, 2)
+    monkeypatch.setattr(Ranks, "gather", lambda self, own, what: [own, own + 1])
+    with pytest.raises(RuntimeError, match="rank 1 starts with other weights than rank 0"):
+        startup._check_same_weights(model, ranks)
+    monkeypatch.setattr(Ranks, "gather", lambda self, own, what: [own, own])
+    startup._check_same_weights(model, ranks)
+
+
+# Weights to start from
+
+
+def optimizer_steps(folder: Path, step: int) -> set[float]:
+    """AdamW's own counters in a checkpoint."""
+    state = load_file(folder / f"checkpoints/step-{step}/optim.safetensors")
+    return {float(value) for name, value in state.items() if name.endswith("::step")}
+
+
+@pytest.fixture
+def finetune(tiny_argv, trained, tmp_path, monkeypatch):
+    """finetune(...): a run in tmp_path/fine that starts from the tiny run's weights. The model is
+    left to the weights, as in a config that says nothing about it."""
+    monkeypatch.setattr("training.screen.SAMPLE_TOKENS", 10)
+
+    def run(init_from: Path = trained, **options) -> int:
+        options = {"init_from": init_from, "max_steps": 2, **options}
+        argv = tiny_argv(tmp_path / "fine", **options)
+        left_open = ("--n_layers=1", "--n_heads=2", "--d_model=16", "--context_length=16")
+        argv = [text for text in argv if text not in left_open]
+        plain = tmp_path / "plain.py"
+        plain.write_text("from training.config import Config\nconfig = Config()\n")
+        return train.main([str(plain), *argv[1:]])
+
+    return run
+
+
+def test_a_run_starts_from_anothers_weights_with_a_fresh_optimizer(finetune, tmp_path, trained):
+    assert finetune(lr=1e-12, warmup_steps=0) == 0
+    fine = tmp_path / "fine"
+    assert optimizer_steps(trained, 8) == {8}
+    assert optimizer_steps(fine, 2) == {2}
+    started = load_file(trained / "checkpoints/step-8/model.safetensors")
+    for name, tensor in load_file(fine / "checkpoints/step-2/model.safetensors").items():
+        assert torch.allclose(tensor, started[name], atol=1e-6)
+    model = json.loads((fine / "run.json").read_text())["model"]
+    assert model == json.loads((trained / "run.json").read_text())["model"]
+
+
+def test_what_the_weights_bring_is_said(finetune, capsys):
+    finetune()
+    out = capsys.readouterr().out
+    assert "step-8 (step 8), the optimizer starts fresh" in out
+    said = next(line for line in out.splitlines() if line.startswith("the weights bring"))
+    assert "n_layers=1" in said
+    assert "d_model=16" in said
+    assert "dropout" not in said
+
+
+@pytest.mark.parametrize("name", ["checkpoints/step-4", "."])
+def test_a_checkpoint_or_a_run_can_be_named(finetune, trained, tmp_path, name):
+    assert finetune(trained / name, lr=1e-12, warmup_steps=0) == 0
+    step = 4 if "step" in name else 8
+    started = load_file(trained / f"checkpoints/step-{step}/model.safetensors")
+    found = load_file(tmp_path / "fine/checkpoints/step-2/model.safetensors")
+    assert torch.allclose(found["embed.weight"], started["embed.weight"], atol=1e-6)
+
+
+def test_options_that_contradict_the_weights_are_listed(finetune, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        finetune(n_layers=3, d_model=32, context_length=32)
+    told = str(caught.value)
+    assert "model.n_layers=3: the weights in" in told
+    assert "model.d_model=32: the weights in" in told
+    assert "model.context_length=32: the weights in" in told
+    assert "leave these options out" in told
+    assert not (tmp_path / "fine/run.json").exists()
+
+
+def test_dropout_and_a_shorter_context_may_differ(finetune, tmp_path):
+    assert finetune(dropout=0.3, context_length=8) == 0
+    model = json.loads((tmp_path / "fine/run.json").read_text())["model"]
+    assert (model["dropout"], model["context_length"], model["n_layers"]) == (0.3, 8, 1)
+
+
+def test_learned_positions_beyond_a_shorter_context_are_left_behind(train_tiny, finetune, tmp_path):
+    train_tiny(tmp_path / "learned", position="learned", max_steps=1)
+    assert finetune(tmp_path / "learned", context_length=8, lr=1e-12, warmup_steps=0) == 0
+    before = load_file(tmp_path / "learned/checkpoints/step-1/model.safetensors")
+    after = load_file(tmp_path / "fine/checkpoints/step-2/model.safetensors")
+    first = before["positions.weight"][:8]
+    assert torch.allclose(after["positions.weight"], first, atol=1e-6)
+
+
+def test_weights_of_another_tokenizer_are_refused(finetune, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("ABCDEFGHIJKLMNOPQRSTUVWX" * 50)  # 24 characters too, but not the same
+    with pytest.raises(ConfigError, match="data.tokenizer: the data's ids .* are not those"):
+        finetune(source=other, val_fraction=0.3)
+
+
+def test_weights_without_an_optimizer_are_enough_to_start_from(finetune, trained):
+    (trained / "checkpoints/step-8/optim.safetensors").unlink()
+    assert finetune() == 0
+
+
+@pytest.mark.parametrize("place", ["nowhere", "tiny/checkpoints"])
+def test_where_there_are_no_weights_one_line_says_so(finetune, tmp_path, place):
+    with pytest.raises(ConfigError, match="no checkpoint there") as caught:
+        finetune(tmp_path / place)
+    assert len(caught.value.problems) == 1
+
+
+def test_once_begun_a_run_needs_the_weights_no_more(finetune, trained, tmp_path):
+    assert finetune() == 0
+    shutil.rmtree(trained)
+    assert finetune(resume="must", max_steps=3) == 0
+    assert optimizer_steps(tmp_path / "fine", 3) == {3}
+
+
+# torch.compile
+
+
+def test_without_a_compiler_one_line_says_so_and_the_run_goes_on(
+    train_tiny, trained_once, tmp_path, monkeypatch, capsys
+):
+    def compile(self):
+        def broken(*args, **options):
+            raise RuntimeError("InvalidCxxCompiler: no working C++ compiler\nand much more")
+
+        self._compiled_call_impl = broken
+
+    monkeypatch.setattr(GPT, "compile", compile)
+    assert train_tiny(tmp_path, compile=True) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "torch.compile" in line]
+    assert said == [
+        "note: torch.compile does not work here (InvalidCxxCompiler: no working C++ compiler); "
+        "going on without it"
+    ]
+    found = load_file(tmp_path / "checkpoints/step-8/model.safetensors")
+    for name, tensor in load_file(trained_once / "checkpoints/step-8/model.safetensors").items():
+        assert torch.equal(found[name], tensor)
+
+
+def test_a_compiled_run_saves_plain_names_and_goes_on_without_compiling(
+    train_tiny, trained_once, tmp_path, monkeypatch
+):
+    """Traced for real; what was traced then runs as it is, for compiling takes a minute."""
+    compiled = []
+
+    def compile(self):
+        compiled.append(self)
+        torch.nn.Module.compile(self, backend="eager")
+
+    monkeypatch.setattr(GPT, "compile", compile)
+    assert train_tiny(tmp_path, compile=True, max_steps=2) == 0
+    assert len(compiled) == 1
+    names = load_file(tmp_path / "checkpoints/step-2/model.safetensors").keys()
+    plain = load_file(trained_once / "checkpoints/step-8/model.safetensors").keys()
+    assert names == plain
+    assert train_tiny(tmp_path, compile=False, max_steps=3, resume="must") == 0
+    assert train_tiny(tmp_path, compile=True, max_steps=4, resume="must") == 0
+    assert len(compiled) == 2
