@@ -1,0 +1,277 @@
+"""The planner's figures: worked out by hand, held to autograd's own count and to real runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.options import ConfigError
+from model.config import ModelConfig
+from model.describe import meta_model, module_rows, parameters_by_part
+from model.gpt import GPT
+from tools import plan
+from training.config import Config, DataConfig, OptimConfig, ParallelConfig, RunConfig
+from training.hardware import PEAKS
+from training.memory import bytes_per_token, estimate_memory, logits_bytes, partial_sums
+
+ROOT = Path(__file__).parents[1]
+
+# C 8, H 2, K 1, D 4, M 16, V 10, T 6, L 2: small enough to do on paper.
+SMALL = ModelConfig(
+    n_layers=2, n_heads=2, n_kv_heads=1, d_model=8, d_mlp=16, context_length=6, vocab_size=10
+).resolved(10)
+
+
+def test_parameters_of_a_model_done_on_paper():
+    # attention: q 8x8, k and v 8x4, o 8x8; mlp: three of 8x16; norms: two of 8 and two of 4 a layer
+    expected = {
+        "embedding": 10 * 8,
+        "positions": 0,
+        "attention": 2 * (64 + 32 + 32 + 64),
+        "mlp": 2 * 3 * 128,
+        "norms": 2 * (8 + 8 + 4 + 4) + 8,
+        "head": 10 * 8,
+    }
+    assert parameters_by_part(meta_model(SMALL)) == expected
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_parts_make_up_the_model(bias):
+    config = ModelConfig(
+        norm="layer", mlp="gelu", position="learned", bias=bias, tie_embeddings=True
+    ).resolved(50)
+    parts = parameters_by_part(meta_model(config))
+    assert sum(parts.values()) == GPT(config).parameter_count()
+    assert parts["positions"] == 256 * 128
+    assert parts["head"] == 0
+
+
+def test_flops_of_the_tree_done_on_paper():
+    rows = {row.name: row for row in module_rows(meta_model(SMALL))}
+    assert rows["q_proj"].flops == 6 * 8 * 8
+    assert rows["scores and mixing"].flops == 12 * 2 * 4 * 6  # 12 H D T
+    assert rows["attn"].flops == 6 * 192 + 576
+    assert rows["embed"].flops == 0
+    assert rows["head"].flops == 6 * 10 * 8
+    assert rows["GPT"].flops == 2 * (6 * 192 + 576 + 6 * 384) + 480
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_tree_adds_up_to_its_first_row(tied):
+    config = ModelConfig(n_layers=3, tie_embeddings=tied).resolved(100)
+    top, *rows = module_rows(meta_model(config))
+    times = [(3 if row.name.startswith("layers") else 1, row) for row in rows if row.depth == 1]
+    assert sum(n * row.flops for n, row in times) == top.flops
+    assert sum(n * row.parameters for n, row in times) == top.parameters
+
+
+def test_time_is_work_over_speed():
+    # 3.6e18 FLOPs on 2 devices of 100 TFLOP/s at half their peak: 36,000 s
+    assert plan.training_seconds(3.6e18, 100e12, 0.5, 2) == 36_000
+    assert set(plan.GPUS) <= set(PEAKS)
+
+
+# Memory
+
+
+@pytest.mark.parametrize(("M", "held"), [(1, 0), (2, 1), (3, 1), (4, 2), (6, 2), (8, 3), (12, 3)])
+def test_gradients_that_are_held_while_the_last_is_computed(M, held):
+    assert partial_sums(M) == held
+
+
+def autograd_bytes(config: ModelConfig, batch: int, dtype: torch.dtype) -> int:
+    """Bytes that autograd keeps of a forward, weights and autocast's copies of them apart."""
+    model = GPT(config)
+    own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.zeros(batch, config.context_length, dtype=torch.int64)
+    narrow = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+    with narrow, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens, tokens, reduction="sum")
+    total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    if dtype != torch.float32:
+        matrices = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
+        total -= 2 * (matrices + config.vocab_size * config.d_model)
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mlp": "relu2", "n_kv_heads": 2},
+        {"norm": "layer", "mlp": "gelu", "position": "learned", "qk_norm": False, "bias": True},
+        {"d_head": 32, "qk_norm": False, "tie_embeddings": True},
+    ],
+    ids=["llama-like", "grouped", "gpt2-like", "wide heads"],
+)
+def test_activations_are_what_autograd_keeps(options, dtype):
+    config = ModelConfig(n_layers=2, d_model=64, context_length=32, **options).resolved(100)
+    batch, name = 4, str(dtype).removeprefix("torch.")
+    tokens = batch * 32
+    counted = autograd_bytes(config, batch, dtype) - tokens * 100 * 4  # the log-probabilities
+    assert tokens * bytes_per_token(config, name) == pytest.approx(counted, rel=0.002)
+
+
+def test_activations_with_dropout_in_float32():
+    config = ModelConfig(n_layers=2, d_model=64, context_length=32, dropout=0.1).resolved(100)
+    counted = autograd_bytes(config, 4, torch.float32) - 4 * 32 * 100 * 4
+    assert 4 * 32 * bytes_per_token(config, "float32") == pytest.approx(counted, rel=0.002)
+
+
+def config_of(model: ModelConfig, world: int = 1, **options) -> Config:
+    return Config(
+        model=model,
+        data=DataConfig(global_batch=8, micro_batch=8 // world),
+        optim=OptimConfig(optimizer=options.pop("optimizer", "adamw")),
+        parallel=ParallelConfig(reduction=options.pop("reduction", "exact")),
+        run=RunConfig(dtype="float32", **options),
+    )
+
+
+def test_memory_done_on_paper():
+    memory = estimate_memory(config_of(SMALL), device="cuda")
+    weights = 4 * (80 + 384 + 768 + 56 + 80)
+    assert memory.weights == weights
+    assert memory.gradients == weights
+    assert memory.optimizer == 2 * weights  # mean and variance
+    assert memory.logits == 8 * 6 * 10 * 12  # 48 tokens, three times 10 floats
+    activations = 48 * bytes_per_token(SMALL, "float32", "cuda")
+    assert memory.activations == activations
+    assert memory.peak == 3 * weights + max(weights, activations + memory.logits)
+
+
+def test_muon_keeps_one_slot_for_a_matrix():
+    adamw, muon = (
+        estimate_memory(config_of(SMALL, optimizer=name), device="cuda")
+        for name in ("adamw", "muon")
+    )
+    assert adamw.optimizer - muon.optimizer == 4 * (384 + 768)
+
+
+def test_two_ranks_halve_activations_and_add_what_is_exchanged():
+    one = estimate_memory(config_of(SMALL), 1, "cuda")
+    two = estimate_memory(config_of(SMALL, world=2), 2, "cuda")
+    assert two.activations * 2 == one.activations
+    assert two.weights == one.weights
+    assert two.gradients == 3 * one.weights  # the sum, what is sent, what is received
+
+
+def test_logits_of_a_large_vocabulary_are_made_in_chunks():
+    assert logits_bytes(1_000, 5_000, "float32") == 5_000 * 1_000 * 12
+    assert logits_bytes(50_000, 5_000, "float32") == 1_024 * 50_000 * 12
+
+
+MEASURE = """
+import contextlib, io, os, sys
+import numpy, safetensors.torch, tokenizers, tiktoken, torch, tqdm
+import train, data.prepare, training.run, training.screen, training.startup
+from training.config import from_json
+from training.memory import estimate_memory
+
+def resident(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+for number, options in enumerate(sys.argv[2:]):
+    read, write = os.pipe()
+    if os.fork() == 0:  # each size in a process of its own, from the same start
+        open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+        before, out = resident("VmRSS"), f"{sys.argv[1]}/{number}"
+        with contextlib.redirect_stdout(io.StringIO()):
+            train.main(["config/debug.py", f"--out_dir={out}", *options.split()])
+        peak = resident("VmHWM") - before
+        estimate = estimate_memory(from_json(open(out + "/run.json").read())).peak
+        os.write(write, f"{peak} {estimate}".encode())
+        os._exit(0)
+    os.close(write)
+    print(os.read(read, 1000).decode(), flush=True)
+    os.wait()
+"""
+
+SIZES = {
+    "activations": "--n_layers=5 --d_model=64 --context_length=256 --batch=64",
+    "weights": "--n_layers=2 --d_model=1280 --n_heads=8 --context_length=32 --batch=4",
+    "logits": "--n_layers=1 --d_model=64 --context_length=256 --batch=16 --vocab_size=12000",
+}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_is_what_real_runs_take(tmp_path):
+    common = "--tokenizer=char --workers=0 --dtype=float32 --device=cpu --threads=1 --max_steps=2 "
+    common += "--eval_interval=2 --eval_windows=1 --optimizer=adamw "
+    (tmp_path / "text.txt").write_text("a quick brown fox\n" * 2000)
+    common += f"--source={tmp_path / 'text.txt'} --prepared_dir={tmp_path / 'prepared'} "
+    sizes = []
+    for options in SIZES.values():
+        rest, _, batch = options.partition("--batch=")
+        batch, _, more = batch.partition(" ")
+        sizes.append(f"{common} {rest} {more} --global_batch={batch} --micro_batch={batch}")
+    ended = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path), *sizes],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = [tuple(map(int, line.split())) for line in ended.stdout.splitlines()]
+    assert len(found) == len(SIZES), ended.stdout
+    for name, (measured, estimate) in zip(SIZES, found, strict=True):
+        assert measured > 500e6, name
+        assert estimate == pytest.approx(measured, rel=0.15), name
+
+
+# The command
+
+
+def test_the_plan_of_a_config(command, tmp_path):
+    code, out, err = command(
+        plan.main, ROOT / "config/debug.py", "--ranks=2", "--mfu=0.5", f"--prepared_dir={tmp_path}"
+    )
+    assert code == 0, err
+    # 20 steps of 8 x 64 tokens; two matrices of 257 x 64, two layers, norms
+    count = 2 * 257 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 192 + 2 * 64 + 2 * 32) + 64
+    assert f"{count:,} parameters, 20 steps of 8 x 64 = 512 tokens: 10,240 tokens" in out
+    assert f"{10_240 / count:.2f} tokens per parameter" in out
+    assert "2 ranks" in out
+    assert "time on 2 of these at 50% of the peak" in out
+    assert "gate_proj" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--mfu=2"], "mfu=2.0: must be in (0, 1]"),
+        (["--ranks", "0"], "ranks=0: must be at least 1"),
+        (["--n_layer=3"], "did you mean --model.n_layers?"),
+    ],
+)
+def test_mistakes_are_told(command, argv, said):
+    code, out, err = command(plan.main, ROOT / "config/debug.py", *argv)
+    assert code == 2
+    assert said in err
+    assert out == ""
+
+
+def test_a_vocabulary_that_nobody_knows_yet_is_said_to_be_assumed(tmp_path):
+    data = DataConfig(source=str(tmp_path / "none.txt"), tokenizer="char")
+    size, meta, note = plan.vocabulary(Config(data=data))
+    assert (size, meta) == (128, None)
+    assert "assumed" in note
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused():
+    with pytest.raises(ConfigError, match="vocab_size"):
+        plan.resolved_model(Config(model=ModelConfig(vocab_size=5)), 10)

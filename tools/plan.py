@@ -1,0 +1,290 @@
+"""What a config will cost, before it runs: `python -m tools.plan CONFIG`.
+
+Parameters, FLOPs, memory of a rank, time on GPUs, and the module tree. Nothing is trained and no
+data is prepared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from data.options import ConfigError, help_text, options_of, parse_options, run_command
+from training.config import SECTIONS, Config, load_config
+
+if TYPE_CHECKING:  # torch is imported once the command line is known to be right
+    from data.meta import Meta
+    from model.gpt import GPT
+
+USAGE = (
+    "python -m tools.plan CONFIG [--name=value ...], such as: python -m tools.plan config/small.py"
+)
+COMPUTE_OPTIMAL = 20  # tokens per parameter (Hoffmann et al. 2022, "Chinchilla")
+
+# GPUs of training.hardware.PEAKS to show, with their memory in GB.
+GPUS = {
+    "B200": 180,
+    "H200": 141,
+    "H100": 80,
+    "A100": 80,
+    "L40S": 48,
+    "RTX 4090": 24,
+    "RTX 3090": 24,
+    "A10": 24,
+    "L4": 24,
+    "V100": 32,
+    "T4": 16,
+}
+DRIVER_BYTES = 0.6e9  # a CUDA context with its kernels
+# Ids of the encodings that tiktoken knows by name; a table, since asking it may need the network.
+TIKTOKEN_SIZES = {
+    "gpt2": 50257,
+    "r50k_base": 50257,
+    "p50k_base": 50281,
+    "p50k_edit": 50284,
+    "cl100k_base": 100277,
+    "o200k_base": 200019,
+    "o200k_harmony": 201088,
+}
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What is assumed of the machines."""
+
+    ranks: Annotated[int | None, "ranks to plan for; torchrun's number if set, else 1 and 8"] = None
+    mfu: Annotated[float, "share of the hardware's peak that training reaches"] = 0.4
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.ranks is not None and self.ranks < 1:
+            found.append(f"ranks={self.ranks}: must be at least 1")
+        if not 0 < self.mfu <= 1:
+            found.append(f"mfu={self.mfu}: must be in (0, 1]")
+        return found
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan."""
+    options, rest = take_options(argv)
+    config = load_config(rest, usage=USAGE)
+    size, meta, note = vocabulary(config)
+    config = replace(config, model=resolved_model(config, size))
+    worlds = [options.ranks] if options.ranks else [1, 8]
+
+    from model.describe import meta_model
+
+    model = meta_model(config.model)
+    blocks = [
+        head_lines(config, model, meta, note),
+        parameter_lines(config, model),
+        memory_lines(config, worlds),
+        time_lines(config, model, options.ranks or 1, options.mfu),
+        tree_lines(model),
+    ]
+    print("\n\n".join("\n".join(lines) for lines in blocks))
+    return 0
+
+
+def take_options(argv: list[str]) -> tuple[PlanOptions, list[str]]:
+    """The planner's own options, and the rest of the command line, which is train.py's.
+
+    Prints the help of both and exits 0 for --help.
+    """
+    if "--help" in argv or "-h" in argv:
+        print(help_text(USAGE, {"plan": PlanOptions, **SECTIONS}))
+        raise SystemExit(0)
+    names = {option.name for option in options_of({"": PlanOptions})}
+    own, rest, words = [], [], list(argv)
+    while words:
+        word = words.pop(0)
+        mine = word.startswith("--") and word[2:].partition("=")[0] in names
+        (own if mine else rest).append(word)
+        if mine and "=" not in word and words:
+            own.append(words.pop(0))
+    return parse_options(own, PlanOptions, usage=USAGE)[0], rest
+
+
+def vocabulary(config: Config) -> tuple[int, Meta | None, str]:
+    """The number of ids, what the prepared data says if it is there, a note if that is assumed."""
+    from data.meta import read_meta
+    from data.prepare import prepared_folder
+
+    try:
+        meta = read_meta(prepared_folder(config.data))
+        return meta.vocab_size, meta, ""
+    except (ConfigError, OSError):  # not prepared, or the source is not there
+        pass
+    name = config.data.tokenizer
+    if name.startswith("bpe:"):
+        return int(name.partition(":")[2]), None, ""
+    if name == "byte":
+        return 257, None, ""
+    if name in TIKTOKEN_SIZES:
+        return TIKTOKEN_SIZES[name], None, ""
+    if name.startswith("hf:"):
+        from data.pretrained import hf_from_folder
+
+        return hf_from_folder(name.removeprefix("hf:")).vocab_size, None, ""
+    return 128, None, "vocabulary of 128 assumed: it is known once the data is prepared"
+
+
+def resolved_model(config: Config, vocab_size: int) -> Any:
+    """The model's config with nothing left open. Raises ConfigError for a vocabulary too small."""
+    try:
+        return config.model.resolved(vocab_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def on_ranks(config: Config, world: int, device: str) -> Config:
+    """The config as `world` ranks on a kind of device would resolve it."""
+    import torch
+
+    from training.precision import pick_dtype
+
+    micro = config.data.micro_batch
+    if not isinstance(micro, int):
+        micro = max(1, config.data.global_batch // world)
+    dtype = config.run.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else pick_dtype("auto", torch.device(device))[0]
+    reduction = config.parallel.reduction
+    if reduction == "auto":
+        reduction = "exact" if device == "cpu" else "fast"
+    return replace(
+        config,
+        data=replace(config.data, micro_batch=micro),
+        run=replace(config.run, dtype=dtype),
+        parallel=replace(config.parallel, reduction=reduction),
+    )
+
+
+# The blocks of the plan
+
+
+def head_lines(config: Config, model: GPT, meta: Meta | None, note: str) -> list[str]:
+    """Size, length, and how the two fit each other."""
+    n, T, steps = config.data.global_batch, config.model.context_length, config.run.max_steps
+    count = model.parameter_count()
+    tokens = run_tokens(config)
+    lines = [
+        f"{count:,} parameters, {steps:,} steps of {n} x {T} = {n * T:,} tokens: {tokens:,} tokens",
+        f"{tokens / count:.2f} tokens per parameter; compute-optimal is about {COMPUTE_OPTIMAL} "
+        f"(Hoffmann et al. 2022): {COMPUTE_OPTIMAL * count / (n * T):,.0f} steps",
+    ]
+    if meta is not None:
+        epochs = tokens / max(1, meta.tokens["train"])
+        lines.append(f"{epochs:.2f} epochs of {meta.tokens['train']:,} tokens to train on")
+    else:
+        lines.append("epochs: known once the data is prepared (python -m data.prepare)")
+    return [*lines, note] if note else lines
+
+
+def parameter_lines(config: Config, model: GPT) -> list[str]:
+    """Parameters by part, and the FLOPs of a token."""
+    from model.describe import parameters_by_part
+
+    parts = parameters_by_part(model)
+    total = sum(parts.values())
+    lines = ["parameters"]
+    for name, count in parts.items():
+        if name == "head" and config.model.tie_embeddings:
+            lines.append(f"  {name:<12}{'tied':>16}")
+        elif count:
+            lines.append(f"  {name:<12}{count:>16,}{count / total:>8.1%}")
+    flops = model.flops_per_token(config.model.context_length)
+    run = flops * run_tokens(config)
+    return [
+        *lines,
+        f"  {'total':<12}{total:>16,}",
+        f"FLOPs: {flops:,} a token, forward and backward; {run:.3g} for the run",
+    ]
+
+
+def memory_lines(config: Config, worlds: list[int]) -> list[str]:
+    """Memory of one rank, in MB, on this machine's kind of device and for each number of ranks."""
+    import torch
+
+    from training.memory import estimate_memory
+
+    device = "cuda" if config.run.device.startswith("cuda") else "cpu"
+    if config.run.device == "auto" and torch.cuda.is_available():
+        device = "cuda"
+    plans = []
+    for world in worlds:
+        if config.data.global_batch % world == 0:
+            resolved = on_ranks(config, world, device)
+            plans.append((world, resolved, estimate_memory(resolved, world, device)))
+    if not plans:
+        return [
+            f"memory: a global batch of {config.data.global_batch} does not spread over {worlds}"
+        ]
+    titles = [f"{world} rank{'s' * (world > 1)}" for world, _, _ in plans]
+    lines = [f"{'memory of a rank, MB':<22}" + "".join(f"{title:>12}" for title in titles)]
+    lines[0] += f"    ({device}, {plans[0][1].run.dtype})"
+    for name in plans[0][2].parts():
+        sizes = [getattr(memory, name) for _, _, memory in plans]
+        lines.append(f"  {name:<20}" + _megabytes(sizes))
+    lines.append(f"  {'peak':<20}" + _megabytes([memory.peak for _, _, memory in plans]))
+    micros = "".join(f"{resolved.data.micro_batch:>12}" for _, resolved, _ in plans)
+    lines.append(f"  {'(micro_batch)':<20}{micros}")
+    return [*lines, "  activations go as gradients come, so that the peak is less than the sum"]
+
+
+def _megabytes(sizes: list[int]) -> str:
+    return "".join(f"{size / 1e6:>12,.0f}" for size in sizes)
+
+
+def time_lines(config: Config, model: GPT, ranks: int, mfu: float) -> list[str]:
+    """How long the run takes on `ranks` of each known GPU, and on this machine's CPU."""
+    import torch
+
+    from training.hardware import PEAKS, measured_peak
+    from training.logger import clock_text
+    from training.memory import estimate_memory
+
+    work = run_tokens(config) * model.flops_per_token(config.model.context_length)
+    resolved = on_ranks(config, ranks, "cuda")
+    memory = estimate_memory(resolved, ranks, "cuda")
+    single = resolved.run.dtype == "float32"
+    old = "" if single else "; V100 and T4: float16"
+    lines = [f"time on {ranks} of these at {mfu:.0%} of the peak ({resolved.run.dtype}{old})"]
+    for name, gigabytes in GPUS.items():
+        peak = PEAKS[name][single]
+        seconds = training_seconds(work, peak, mfu, ranks)
+        fits = memory.peak + DRIVER_BYTES < gigabytes * 1e9
+        lacks = "" if fits else f"   needs {memory.peak / 1e9:.0f} GB: lower micro_batch"
+        lines.append(f"  {name:<12}{peak / 1e12:>8,.0f} TFLOP/s{clock_text(seconds):>14}{lacks}")
+    cpu = on_ranks(config, 1, "cpu").run.dtype
+    peak = measured_peak(torch.device("cpu"), getattr(torch, cpu), size=768)
+    seconds = training_seconds(work, peak, mfu, 1)
+    measured = f"{peak / 1e12:>8.2f} TFLOP/s{clock_text(seconds):>14}   measured, {cpu}"
+    return [*lines, f"  {'this CPU':<12}{measured}"]
+
+
+def run_tokens(config: Config) -> int:
+    """Tokens of the whole run, those seen again counted again."""
+    return config.run.max_steps * config.data.global_batch * config.model.context_length
+
+
+def training_seconds(flops: float, peak: float, mfu: float, ranks: int) -> float:
+    """flops of the whole run over what `ranks` devices of `peak` FLOP/s do in a second."""
+    return flops / (peak * mfu * ranks)
+
+
+def tree_lines(model: GPT) -> list[str]:
+    """The modules with shapes, parameters and FLOPs of each; equal layers once."""
+    from model.describe import module_rows
+
+    lines = [f"{'module':<34}{'shape':>14}{'parameters':>16}{'MFLOP/token':>14}"]
+    for row in module_rows(model):
+        count = f"{row.parameters:,}" if row.parameters else ""
+        flops = f"{row.flops / 1e6:,.3f}" if row.flops else ""
+        name = "  " * row.depth + row.name
+        lines.append(f"{name:<34}{row.shape:>14}{count:>16}{flops:>14}".rstrip())
+    return lines
+
+
+if __name__ == "__main__":
+    run_command(main)

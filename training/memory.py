@@ -1,0 +1,126 @@
+"""How much memory one rank will need, worked out from the config before anything is allocated.
+
+The parts are what a step holds: float32 weights, gradients and optimizer state, what autograd keeps
+of the forward ("activations") and the logits. They do not all stand side by side (activations go
+as gradients come), so the peak is less than their sum; `Memory.peak` is the largest moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from model.config import ModelConfig
+from model.describe import meta_model
+from model.gpt import CHUNK_TOKENS, LARGE_VOCAB
+from training.config import Config
+
+FLOAT = 4  # bytes
+HALF = 2
+# glibc keeps tensors below 32 MiB in its heap, where what is freed leaves holes: resident memory
+# was 1.2 to 1.5 times what was alive, measured over a dozen shapes. GPU allocators are near 1.
+HEAP = 1.35
+RUNTIME = 30_000_000  # threads, kernels made at run time, batches read ahead
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank. `gradients` counts all partial sums that live at one time."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    peak: int
+
+    def parts(self) -> dict[str, int]:
+        """{"weights": ..., ...} without the peak, in the order of the fields."""
+        return {name: size for name, size in vars(self).items() if name != "peak"}
+
+
+def estimate_memory(config: Config, world: int = 1, device: str = "cpu") -> Memory:
+    """Peak and parts for one of `world` ranks. `config` is resolved: model, micro_batch, dtype.
+
+    Held against autograd's own count and against the measured peak of real runs in
+    tests/test_plan.py. On a GPU the driver's own context (about 0.5 GB) comes on top.
+    """
+    c, dtype = config.model, config.run.dtype
+    model = meta_model(c)
+    shapes = Counter(tuple(p.shape) for p in model.layers.parameters() if p.dim() == 2)
+    matrices = sum(count * math.prod(shape) for shape, count in shapes.items())
+    one = FLOAT * model.parameter_count()  # the weights; one gradient; one slot of AdamW
+    muon = config.optim.optimizer == "muon"
+    optimizer = 2 * one - (FLOAT * matrices if muon else 0)  # Muon keeps one slot
+    heap = HEAP if device == "cpu" else 1.0
+    tokens = config.data.micro_batch * c.context_length
+    activations = tokens * bytes_per_token(c, dtype, device)
+    if dtype != "float32":  # autocast's copies of the matrices, until backward has ended
+        activations += HALF * (matrices + c.vocab_size * c.d_model)
+    activations = round(heap * activations)
+    logits = logits_bytes(c.vocab_size, tokens, dtype)
+    exact = config.parallel.reduction == "exact" or world == 1
+    M = config.data.global_batch // config.data.micro_batch // world
+    sums = one * partial_sums(M) if exact else 0
+    join = 0 if world == 1 else one * (2 if exact else 1)  # what is sent and received
+    gradients = round(heap * (sums + one))
+    moments = [
+        round(heap * sums) + activations + logits,  # backward begins
+        gradients,  # backward has ended; the last sum is added
+        one + join,  # ranks exchange
+        one + (_muon_scratch(shapes, device) if muon else 0),  # the update
+    ]
+    runtime = RUNTIME if device == "cpu" else 0
+    peak = one + optimizer + max(moments) + runtime
+    return Memory(one, max(gradients, one + join), optimizer, activations, logits, peak)
+
+
+def bytes_per_token(c: ModelConfig, dtype: str, device: str = "cpu") -> int:
+    """What autograd keeps of one token's forward, the logits apart."""
+    C, A, K = c.d_model, c.n_heads * c.d_head, c.n_kv_heads * c.d_head
+    narrow = FLOAT if dtype == "float32" else HALF
+    # A norm keeps 1 / rms (or mean and 1 / std); PyTorch's RMSNorm on CPUs also x / rms.
+    plain_rms = device != "cuda"
+    kept = C if c.norm == "rms" and plain_rms else 0
+    norm = FLOAT * (C + kept + (1 if c.norm == "rms" else 2))  # with its input, the stream
+    up = 2 if c.mlp == "swiglu" else 1
+    # A matrix product keeps its input; under autocast each one casts a copy of its own.
+    inputs = (3 + up) * HALF * C if dtype != "float32" else 2 * FLOAT * C
+    attention = narrow * (2 * A + 2 * K) + FLOAT * c.n_heads  # q, k, v, out, log of the sums
+    if c.dropout > 0 and device != "cuda":  # PyTorch's kernel there has no dropout: softmax,
+        attention = narrow * (2 * A + 2 * K + 3 * c.n_heads * c.context_length)  # mask, product
+    elif c.position == "rope" and device != "cuda":
+        attention += narrow * A  # the heads side by side again, copied
+    if c.qk_norm:
+        wide = FLOAT if plain_rms else narrow
+        attention += (2 if plain_rms else 1) * wide * (A + K) + FLOAT * (c.n_heads + c.n_kv_heads)
+    mlp = narrow * c.d_mlp * (4 if c.mlp == "swiglu" else 2)
+    block = 2 * norm + inputs + attention + mlp
+    if c.dropout > 0:
+        block += 2 * FLOAT * C  # the masks of both branches
+    first = 8 + (FLOAT * C if c.dropout > 0 else 0)
+    head_input = narrow * C
+    return c.n_layers * block + norm + head_input + first
+
+
+def logits_bytes(vocab_size: int, tokens: int, dtype: str) -> int:
+    """At the start of backward: log-probabilities, their gradient, and that of the logits."""
+    rows = min(tokens, CHUNK_TOKENS) if vocab_size >= LARGE_VOCAB else tokens
+    return rows * vocab_size * (3 * FLOAT + (0 if dtype == "float32" else HALF))
+
+
+def partial_sums(M: int) -> int:
+    """Gradients that training.reduction.TreeSum holds while the last of M leaves is computed."""
+    odd = M // (M & -M)
+    return (M // odd).bit_length() - 1 + (odd > 1)
+
+
+def _muon_scratch(shapes: Counter[tuple[int, ...]], device: str) -> int:
+    """What training.optimizer.Muon holds while it works on all matrices of one shape."""
+    narrow = HALF if device == "cuda" else FLOAT
+    largest = 0
+    for (rows, columns), count in shapes.items():
+        grams = 2 * narrow * count * min(rows, columns) ** 2
+        largest = max(largest, (2 * FLOAT + 4 * narrow) * count * rows * columns + grams)
+    return largest
