@@ -104,7 +104,8 @@ def write_samples(
     model: GPT, tokenizer: Tokenizer, prompt: str, options: SampleOptions, settings: SamplingConfig
 ) -> None:
     """Print the continuations: one as it comes, several one after the other once they are done."""
-    pieces = continuations(model, tokenizer, prompt, options, settings)
+    ids = prompt_ids(tokenizer, prompt, model.config.context_length)
+    pieces = continuations(model, tokenizer, ids, options, settings)
     if options.num_samples == 1 and options.stream:
         print(prompt, end="", flush=True)
         for _, text in pieces:
@@ -120,22 +121,36 @@ def write_samples(
         print(text)
 
 
+def prompt_ids(tokenizer: Tokenizer, prompt: str, context_length: int) -> list[int]:
+    """The ids to continue; a prompt longer than the context is said.
+
+    Raises ConfigError for characters that the tokenizer does not know.
+    """
+    from data.tokenizer import start_ids
+
+    ids = tokenizer.encode(prompt) or start_ids(tokenizer)
+    if len(ids) > context_length:
+        print(
+            f"note: the prompt has {len(ids)} tokens; the model sees the last {context_length}",
+            file=sys.stderr,
+        )
+    return ids
+
+
 def continuations(
-    model: GPT, tokenizer: Tokenizer, prompt: str, options: SampleOptions, settings: SamplingConfig
+    model: GPT,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    options: SampleOptions,
+    settings: SamplingConfig,
 ) -> Iterator[tuple[int, str]]:
     """Yield (sample number from 0, new text), interleaved, until every sample has ended."""
     import torch
 
-    from data.tokenizer import StreamDecoder, start_ids
+    from data.tokenizer import StreamDecoder
     from model.generate import generate
 
-    device, context = next(model.parameters()).device, model.config.context_length
-    ids = tokenizer.encode(prompt) or start_ids(tokenizer)
-    if len(ids) > context:
-        print(
-            f"note: the prompt has {len(ids)} tokens; the model sees the last {context}",
-            file=sys.stderr,
-        )
+    device = next(model.parameters()).device
     eot = None if options.ignore_eot else tokenizer.eot
     new_ids = generate(
         model,
