@@ -149,6 +149,8 @@ def test_three_ranks_are_refused_when_exact_is_asked(tiny_argv, tmp_path):
 
 
 def test_fast_reduction_on_two_ranks_gives_the_losses_of_one(tiny_argv, tmp_path):
+    import torch._dynamo  # noqa: F401 (DDP does; once here instead of once a rank)
+
     losses = []
     for world in (1, 2):
         few = {**EXACT, "max_steps": 5, "reduction": "fast", "interval": 1, "eval_interval": 99}
