@@ -94,7 +94,9 @@ def generate(
         raise ValueError(f"prompt: shape {tuple(prompt.shape)}; expected (B, P) with P >= 1")
     context = model.config.context_length
     tokens = prompt[:, -context:]
-    cache = KVCache(model.config.n_layers, context) if use_cache else None
+    # No more than can be used: a pretrained model's whole context may take tens of GB.
+    capacity = min(context, tokens.shape[1] + settings.max_new_tokens)
+    cache = KVCache(model.config.n_layers, capacity) if use_cache else None
     seen = _seen(prompt, model.config.vocab_size) if settings.repetition_penalty != 1.0 else None
     stopped = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
     start = 0

@@ -12,6 +12,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +92,7 @@ def is_folder(path: Path) -> bool:
 
 
 def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Config and tensors, by our names and in the file's dtype.
+    """Config and tensors, by our names and in float32.
 
     Raises FolderError naming what the model does not have, before any weight is read, and what does
     not fit; DamagedFolder for weights that are cut short.
@@ -116,82 +119,85 @@ def read_tensors(path: Path, config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _read_tensors(path: Path, config: ModelConfig, family: str) -> dict[str, Tensor]:
-    prefix = "transformer." if family == "gpt2" else "model."
-    there = {}  # by the full name: files of the bare model leave the prefix out
-    for name, file in _tensor_files(path).items():
-        full = name if name.startswith((prefix, "lm_head.")) else prefix + name
-        there[full] = (file, name)
     wanted: dict[str, dict[str, Place]] = {}  # their name -> our names
-    for ours in own_shapes(config):
+    for ours in own_names(config):
         place = place_of(ours, family)
         wanted.setdefault(place.name, {})[ours] = place
-    found = {name: where for name, where in there.items() if not re.search(BUFFERS, name)}
-    tied_head = found.pop("lm_head.weight", None) if config.tie_embeddings else None
-    _check_shapes(path, config, family, found, wanted)
-    tensors = {}
-    for name, places in wanted.items():
-        whole = _tensor(*found[name])
-        for ours, place in places.items():
-            part = whole if place.part is None else whole.chunk(3, dim=-1)[place.part]
-            tensors[ours] = part.t() if place.transposed else part
-    if tied_head is not None and not torch.equal(_tensor(*tied_head), tensors["embed.weight"]):
-        raise FolderError(
-            f"{path}: tie_word_embeddings=true, but lm_head.weight is not the embedding: "
-            "set it to false in config.json if the head is its own"
-        )
+    with ExitStack() as stack:
+        found = _find_tensors(path, family, stack)
+        tied_head = found.pop("lm_head.weight", None) if config.tie_embeddings else None
+        _check_tensors(path, family, found, wanted.keys())
+        tensors = {}
+        for name, places in wanted.items():
+            whole = found[name].read().float()  # float16 and bfloat16 are exact in float32
+            for ours, place in places.items():
+                part = whole if place.part is None else whole.chunk(3, dim=-1)[place.part]
+                tensors[ours] = part.t() if place.transposed else part
+        if tied_head and not torch.equal(tied_head.read().float(), tensors["embed.weight"]):
+            raise FolderError(
+                f"{path}: tie_word_embeddings=true, but lm_head.weight is not the embedding: "
+                "set it to false in config.json if the head is its own"
+            )
     return tensors
 
 
-def own_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Names and shapes of the tensors of GPT(config); no memory is taken for them."""
-    with torch.device("meta"):
-        return {name: p.shape for name, p in GPT(config).named_parameters()}
+def own_names(config: ModelConfig) -> list[str]:
+    """Names of the tensors of GPT(config), from the smallest model that has the same."""
+    small = {"n_heads": 1, "n_kv_heads": 1, "d_model": 2, "d_head": 2, "d_mlp": 1}
+    least = replace(config, **small, vocab_size=1, context_length=1)
+    return [name for name, _ in GPT(least).named_parameters()]
 
 
-def _tensor_files(path: Path) -> dict[str, tuple]:
-    """{tensor's name: file} of a folder, from the index if the weights are in several files."""
+class Stored(NamedTuple):
+    """A tensor in an open file."""
+
+    file: Any
+    name: str
+
+    def read(self) -> Tensor:
+        return self.file.get_tensor(self.name)
+
+
+def _find_tensors(path: Path, family: str, stack: ExitStack) -> dict[str, Stored]:
+    """{full name: tensor} of a folder, buffers left out. The files stay open until `stack` ends."""
+    prefix = "transformer." if family == "gpt2" else "model."
+    found = {}
+    for name in _weight_files(path):
+        file = stack.enter_context(safetensors.safe_open(path / name, "pt"))
+        for key in file.keys():  # noqa: SIM118 (no dict: it cannot be iterated over)
+            # Files of the bare model, without its head, leave the prefix out.
+            full = key if key.startswith((prefix, "lm_head.")) else prefix + key
+            if not re.search(BUFFERS, full):
+                found[full] = Stored(file, key)
+    return found
+
+
+def _weight_files(path: Path) -> list[str]:
+    """Names of the files that hold the weights; several have an index."""
     if (path / INDEX).is_file():
-        files = _read_json(path / INDEX).get("weight_map", {})
-        # Names come from a file: nothing outside the folder is ever opened.
-        strange = [file for file in files.values() if not re.fullmatch(r"[\w-][\w.-]*", str(file))]
-        missing = sorted({file for file in files.values() if not (path / str(file)).is_file()})
-        if strange or missing:
-            raise DamagedFolder(f"{path / INDEX} names {(strange or missing)[0]!r}: not there")
-        return {name: path / file for name, file in files.items()}
+        files = sorted(set(map(str, _read_json(path / INDEX).get("weight_map", {}).values())))
+        for name in files:
+            # Names come from a file: nothing outside the folder is ever opened.
+            if not re.fullmatch(r"[\w-][\w.-]*", name) or not (path / name).is_file():
+                raise DamagedFolder(f"{path / INDEX} names {name!r}: there is no such file there")
+        return files
     if not (path / WEIGHTS).is_file():
         pickled = sorted(file.name for file in path.glob("*.bin"))
         hint = f", only {pickled[0]}, which is never unpickled" if pickled else ""
         raise FolderError(f"{path}: there is no {WEIGHTS}{hint}: save it as safetensors")
-    with safetensors.safe_open(path / WEIGHTS, "pt") as file:
-        return dict.fromkeys(file.keys(), path / WEIGHTS)
+    return [WEIGHTS]
 
 
-def _tensor(file: Path, name: str) -> Tensor:
-    with safetensors.safe_open(file, "pt") as opened:
-        return opened.get_tensor(name)
-
-
-def _check_shapes(
-    path: Path,
-    config: ModelConfig,
-    family: str,
-    found: dict[str, tuple],
-    wanted: dict[str, dict[str, Place]],
+def _check_tensors(
+    path: Path, family: str, found: Mapping[str, Stored], wanted: AbstractSet[str]
 ) -> None:
-    """Raises FolderError listing all tensors that are missing, too many or of another shape."""
-    problems = [f"has no tensor {name}" for name in wanted.keys() - found.keys()]
+    """Raises FolderError listing all tensors that are missing, too many or of another dtype."""
+    problems = [f"has no tensor {name}" for name in wanted - found.keys()]
     problems += [f"has {name}, for which {family} has no use" for name in found.keys() - wanted]
-    shapes = own_shapes(config)
-    for name in wanted.keys() & found.keys():
-        first, place = next(iter(wanted[name].items()))
-        shape = list(shapes[first])[::-1] if place.transposed else list(shapes[first])
-        if place.part is not None:
-            shape[-1] *= 3
-        file, stored = found[name]
-        with safetensors.safe_open(file, "pt") as opened:
-            has = list(opened.get_slice(stored).get_shape())
-        if has != shape:
-            problems.append(f"has {name} of shape {has}, config.json says {shape}")
+    for name in wanted & found.keys():
+        dtype = found[name].file.get_slice(found[name].name).get_dtype()
+        if dtype not in ("F32", "F16", "BF16"):
+            problems.append(f"has {name} in {dtype}: only F32, F16 and BF16 are read")
     if problems:
         raise FolderError([f"{path} {problem}" for problem in sorted(problems)])
 

@@ -69,7 +69,8 @@ def _is_open(asked: Config, name: str, value: Any) -> bool:
     """Whether `asked` leaves the option to what the run settled on when it began."""
     if value is None or value == "auto":
         return True
-    inherited = bool(asked.run.init_from) and name.startswith("model.")
+    brought = name.startswith("model.") or name == "data.tokenizer"
+    inherited = bool(asked.run.init_from) and brought and name != "model.dropout"
     return inherited and value == OPTIONS[name.partition(".")[2]].default
 
 
@@ -83,7 +84,7 @@ def resume_problems(saved: Config, asked: Config, must: bool) -> list[str]:
     """Why the run with recipe `saved` cannot go on as `asked`: each difference, then the ways on.
 
     saved: from run.json, resolved. asked: as typed, so that None and "auto" mean: as it was; and so
-    do the model's defaults where `run.init_from` brought a model.
+    do the model's and the tokenizer's defaults where `run.init_from` brought them.
     must: whether `--resume=must` was given. Returns [] when the run may go on.
     """
     changed = [

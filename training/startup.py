@@ -120,6 +120,12 @@ def open_data(config: Config, ranks: Ranks, say: Say) -> Data:
 
 def resolve(config: Config, ranks: Ranks, vocab_size: int, say: Say) -> Config:
     """Fill in everything that was left open, and say what was chosen where that is not plain."""
+    if config.run.init_from and config.model.vocab_size < vocab_size:
+        raise ConfigError(
+            f"data.tokenizer={config.data.tokenizer}: has {vocab_size} ids, the weights in "
+            f"{config.run.init_from} know {config.model.vocab_size}: use the tokenizer that they "
+            "were trained with (--tokenizer=hf:FOLDER)"
+        )
     try:
         model = config.model.resolved(vocab_size)
     except ValueError as error:
@@ -167,7 +173,7 @@ def build_model(config: Config, ranks: Ranks, tokenizer: Tokenizer, resuming: bo
     model = GPT(config.model, config.run.attention)
     model.init_weights(config.run.seed)
     if config.run.init_from and not resuming:
-        load_first_weights(model, Path(config.run.init_from), tokenizer)
+        load_first_weights(model, config.run.init_from, tokenizer)
     return model.to(ranks.device)
 
 

@@ -1,85 +1,153 @@
-"""Weights that are there already: a checkpoint to sample from, or to start a run with."""
+"""Weights that are there already: to sample, evaluate and export from, or to start a run with.
+
+They come from a run or checkpoint of ours, a Hugging Face folder, or the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from data.config import DataConfig
 from data.options import ConfigError
 from data.tokenizer import Tokenizer, load_tokenizer
+from model import huggingface
 from model.config import ModelConfig
 from model.gpt import GPT
-from training.checkpoint import Checkpoint, find_checkpoint, load_model_tensors
+from training.checkpoint import MANIFEST, find_checkpoint, load_model_tensors
 from training.config import Config, from_json
 from training.precision import pick_attention
 
 Say = Callable[[str], None]
 
 
-def load_for_sampling(path: Path, which: str, device: torch.device) -> tuple[GPT, Tokenizer]:
-    """Model and tokenizer of a run or checkpoint, in evaluation mode; no optimizer is read.
+@dataclass(frozen=True)
+class Weights:
+    """Where weights lie, what model they are of, and how to read them."""
 
-    Raises ConfigError if there is none, DamagedCheckpoint if it is damaged.
+    path: Path
+    origin: str  # "step 600", "Hugging Face"
+    config: ModelConfig  # resolved
+    tokenizer: Path  # folder
+    tensors: Callable[[], dict[str, Tensor]]
+
+    @property
+    def is_ours(self) -> bool:
+        return (self.path / MANIFEST).is_file()
+
+
+def find_weights(name: str | Path, which: str = "") -> Weights:
+    """The weights of a run or checkpoint (`which` as for find_checkpoint), of a Hugging Face folder
+    or of a repository OWNER/NAME of the Hugging Face hub, which is fetched once. None is read yet.
+
+    Raises ConfigError if there are none, FolderError naming what the model here does not have.
     """
-    checkpoint = find_checkpoint(path, which)
-    model = GPT(from_json(checkpoint.run).model, pick_attention("auto", device))
-    load_model_tensors(model, checkpoint.model_tensors(), str(checkpoint.path))
-    return model.to(device).eval(), load_tokenizer(checkpoint.path / "tokenizer")
+    path = Path(name)
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        path = _fetched(str(name))
+    if huggingface.is_folder(path) and not (path / MANIFEST).is_file():
+        if which:
+            raise ConfigError(f"which={which}: {path} is a Hugging Face folder, it has no steps")
+        config = huggingface.read_config(path)
+        read = partial(huggingface.read_tensors, path, config)
+        return Weights(path, "Hugging Face", config, path, read)
+    found = find_checkpoint(path, which)
+    config = from_json(found.run).model
+    origin = f"step {found.state.step}"
+    return Weights(found.path, origin, config, found.path / "tokenizer", found.model_tensors)
+
+
+def _fetched(name: str) -> Path:
+    """The folder of a hub repository, from the cache if it was fetched before."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        files = ["*.json", "*.safetensors"]
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
+    except Exception as error:  # no network, no such repository, no permission, no library
+        why = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"{name}: there is no such folder, and the Hugging Face hub does not give it "
+            f"({type(error).__name__}: {why})"
+        ) from None
+
+
+def load_for_sampling(path: Path, which: str, device: torch.device) -> tuple[GPT, Tokenizer]:
+    """Model and tokenizer of a run, checkpoint or Hugging Face folder, in evaluation mode; no
+    optimizer is read.
+
+    Raises ConfigError if there is none, DamagedCheckpoint or DamagedFolder if it is damaged.
+    """
+    found = find_weights(path, which)
+    model = GPT(found.config, pick_attention("auto", device))
+    load_model_tensors(model, found.tensors(), str(found.path))
+    return model.to(device).eval(), load_tokenizer(found.tokenizer)
 
 
 def inherit_model(config: Config, say: Say) -> Config:
-    """With `run.init_from`, the model's options come from the weights' own config.
+    """With `run.init_from`, the model's options come from the weights, and a Hugging Face folder's
+    tokenizer with them.
 
     Options that were left at their defaults follow, which is said; ones that were set to something
-    else than the weights have are refused, but for dropout and a shorter context.
-    Raises ConfigError listing them.
+    else than the weights have are refused. Dropout belongs to training: it is as asked. So is a
+    context that is shorter than the weights'.
+    Raises ConfigError listing what is refused.
     """
     if not config.run.init_from:
         return config
-    source = find_checkpoint(Path(config.run.init_from))
-    loaded, asked, default = from_json(source.run).model, config.model, ModelConfig()
-    problems, values, followed = [], asdict(loaded), []
+    source = find_weights(config.run.init_from)
+    asked, default, dropout = config.model, ModelConfig(), config.model.dropout
+    problems, values, followed = [], asdict(source.config), []
     for field in fields(ModelConfig):
-        name, want, has = field.name, getattr(asked, field.name), getattr(loaded, field.name)
-        if want == has:
+        name, want, has = field.name, getattr(asked, field.name), values[field.name]
+        if name == "dropout" or want == has:
             continue
-        if want == getattr(default, name):
-            followed.append(f"{name}={has}")
-        elif name == "dropout" or name == "context_length" and want < has:
+        if name == "context_length" and want < has:
             values[name] = want
+            say(f"context {want} of the {has} that the weights know (--context_length=N for more)")
+        elif want == getattr(default, name):
+            followed.append(f"{name}={has}")
         else:
             problems.append(f"model.{name}={want}: the weights in {source.path} have {has}")
     if problems:
         raise ConfigError([*problems, "leave these options out: the weights bring them"])
-    say(f"weights from {source.path} (step {source.state.step}), the optimizer starts fresh")
+    say(f"weights from {source.path} ({source.origin}), the optimizer starts fresh")
+    data = config.data
+    if not source.is_ours and data.tokenizer == DataConfig().tokenizer:
+        data = replace(data, tokenizer=f"hf:{source.path}")
+        followed.append(f"tokenizer={data.tokenizer}")
     if followed:
         say(f"the weights bring {', '.join(followed)}")
-    return replace(config, model=ModelConfig(**values))
+    return replace(config, model=ModelConfig(**values | {"dropout": dropout}), data=data)
 
 
-def load_first_weights(model: GPT, path: Path, tokenizer: Tokenizer) -> None:
-    """Start `model` with the weights of a run or checkpoint.
+def load_first_weights(model: GPT, name: str, tokenizer: Tokenizer) -> None:
+    """Start `model` with weights that are there already.
 
     Raises ConfigError if they do not fit, or if they were trained with another tokenizer.
     """
-    source = find_checkpoint(path)
+    source = find_weights(name)
     _check_tokenizer(source, tokenizer)
-    tensors = source.model_tensors()
+    tensors = source.tensors()
     if model.positions is not None:  # a shorter context takes the first positions
         tensors["positions.weight"] = tensors["positions.weight"][: model.config.context_length]
     load_model_tensors(model, tensors, str(source.path))
 
 
-def _check_tokenizer(source: Checkpoint, tokenizer: Tokenizer) -> None:
-    folder = source.path / "tokenizer"
-    trained_with = load_tokenizer(folder)
+def _check_tokenizer(source: Weights, tokenizer: Tokenizer) -> None:
+    with_json = (source.tokenizer / "tokenizer.json").is_file()
+    if not (source.is_ours or with_json):
+        return  # the folder does not tell; that the ids are few enough, `resolve` has seen
+    trained_with = load_tokenizer(source.tokenizer)
     if list(trained_with.table) == list(tokenizer.table) and trained_with.eot == tokenizer.eot:
         return
-    with_json = (folder / "tokenizer.json").is_file()
-    way = f"hf:{folder}" if with_json else trained_with.name
+    way = f"hf:{source.tokenizer}" if with_json else trained_with.name
     raise ConfigError(
         f"data.tokenizer: the data's ids ({tokenizer.name}, {tokenizer.vocab_size}) are not those "
         f"that the weights in {source.path} know ({trained_with.name}, {trained_with.vocab_size}): "
