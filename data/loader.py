@@ -121,4 +121,4 @@ def prefetch(
             yield tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
     finally:
         closed.set()
-        thread.join(5)  # a read that hangs must not hold up the end
+        thread.join(1)  # a read that hangs must not hold up the end

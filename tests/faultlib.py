@@ -98,7 +98,15 @@ class Job:
     """W ranks as torchrun starts them, without its 5 seconds of start-up: forked, and with the
     store held by this process."""
 
-    def __init__(self, world: int, argv: list[str], folder: Path, *, before: Hook | None = None):
+    def __init__(
+        self,
+        world: int,
+        argv: list[str],
+        folder: Path,
+        *,
+        before: Hook | None = None,
+        command: Callable = main,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [folder / f"rank{rank}.log" for rank in range(world)]
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), False)
@@ -110,7 +118,9 @@ class Job:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         self.pids = [
-            fork(argv, before=before, log=self.logs[r], RANK=r, LOCAL_RANK=r, **shared)
+            fork_command(
+                command, argv, before=before, log=self.logs[r], RANK=r, LOCAL_RANK=r, **shared
+            )
             for r in range(world)
         ]
 

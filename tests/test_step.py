@@ -1,0 +1,241 @@
+"""One step: its loss does not depend on how the batch is cut; bad numbers move no weight."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.gpt import GPT, IGNORE_INDEX
+from training.distributed import Ranks
+from training.optimizer import Optimizers
+from training.precision import Precision
+from training.sections import OptimConfig
+from training.step import (
+    SMALLEST_SCALE,
+    NonFinite,
+    Setup,
+    count_targets,
+    dropout_seed,
+    seed_dropout,
+    train_step,
+)
+
+B, T, V = 8, 12, 31
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_setup(n_micro: int = 1, reduction: str = "exact", dtype=torch.float32, **model) -> Setup:
+    config = ModelConfig(n_layers=1, n_heads=2, d_model=16, context_length=T, **model)
+    gpt = GPT(config.resolved(V))
+    gpt.init_weights(3)
+    precision = Precision(dtype, "cpu")
+    optimizers = Optimizers(gpt, OptimConfig(lr=0.01), "cpu")
+    return Setup(
+        gpt, optimizers, precision.scaler(), precision, Ranks(), reduction, n_micro, 5, 1.0
+    )
+
+
+def batch(step: int, masked: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(step)
+    tokens = torch.randint(V, (B, T), generator=rng)
+    targets = torch.randint(V, (B, T), generator=rng)
+    # Rows are masked unequally: the first hardly, the last nearly wholly.
+    share = masked * torch.linspace(0, 1, B)[:, None]
+    targets[torch.rand(B, T, generator=rng) < share] = IGNORE_INDEX
+    return tokens, targets
+
+
+def cut(whole: tuple[torch.Tensor, torch.Tensor], n: int) -> list[tuple[torch.Tensor, ...]]:
+    return list(zip(*(side.chunk(n) for side in whole), strict=True))
+
+
+def run(n_micro: int, steps: int = 20, masked: float = 0.0, **options):
+    setup = make_setup(n_micro, **options)
+    found = [train_step(setup, cut(batch(s, masked), n_micro), s) for s in range(steps)]
+    return found, dict(setup.model.named_parameters())
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("masked", [0.0, 0.95])
+def test_another_split_into_micro_batches_gives_the_same_to_rounding(masked, reduction):
+    """20 steps of AdamW without dropout; with masked targets a mean of means would be off."""
+    wanted, weights = run(1, masked=masked)
+    for n_micro in (2, 4, 8):
+        found, other = run(n_micro, masked=masked, reduction=reduction)
+        for a, b in zip(wanted, found, strict=True):
+            assert b.loss == pytest.approx(a.loss, rel=1e-5)
+            assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-4)
+            assert b.tokens == a.tokens
+        for name, weight in weights.items():
+            error = (other[name] - weight).norm() / weight.norm()
+            assert error < 1e-5, name
+
+
+def test_targets_that_are_ignored_do_not_count():
+    whole = batch(0, masked=0.95)
+    setup = make_setup()
+    metrics = train_step(setup, [whole], 0)
+    assert metrics.tokens == count_targets([whole]) == int((whole[1] != IGNORE_INDEX).sum())
+    assert 0 < metrics.tokens < B * T / 1.5
+    assert metrics.loss == pytest.approx(math.log(V), abs=0.1)  # a mean over those that count
+
+
+def test_a_batch_without_any_target_moves_nothing_by_its_gradient():
+    setup = make_setup()
+    tokens, targets = batch(0)
+    metrics = train_step(setup, [(tokens, torch.full_like(targets, IGNORE_INDEX))], 0)
+    assert (metrics.loss, metrics.grad_norm, metrics.tokens) == (0.0, 0.0, 0)
+
+
+def test_dropout_is_a_function_of_seed_step_and_micro_batch():
+    drawn = set()
+    for key in ((5, 0, 0), (5, 0, 1), (5, 1, 0), (6, 0, 0), (5, 0, 0)):
+        seed_dropout(torch.device("cpu"), dropout_seed(*key))
+        drawn.add(tuple(torch.rand(4).tolist()))
+    assert len(drawn) == 4
+    # The value itself: a change would change every run that is resumed.
+    assert dropout_seed(1, 2, 3) == 6520558355739401531
+
+
+def test_a_step_does_not_depend_on_what_was_drawn_before():
+    losses = []
+    for junk in (0, 7):
+        setup = make_setup(2, dropout=0.3)
+        torch.rand(junk)
+        losses.append(train_step(setup, cut(batch(0), 2), 0).loss)
+    assert losses[0] == losses[1]
+    other_step = train_step(make_setup(2, dropout=0.3), cut(batch(0), 2), 1).loss
+    assert other_step != losses[0]
+
+
+def test_seeding_keeps_nothing(monkeypatch):
+    """torch.manual_seed keeps a traceback for each call where there is no GPU."""
+    setup = make_setup(8)
+    before = len(torch.cuda._queued_calls)
+    for step in range(3):
+        train_step(setup, cut(batch(step), 8), step)
+    assert len(torch.cuda._queued_calls) == before
+
+
+# Numbers gone bad
+
+
+def poison(setup: Setup, value: float, micro: int, where: str = "loss") -> None:
+    """Make the loss of one micro-batch, or one gradient alone, not finite."""
+    model, calls = setup.model, iter(range(10**6))
+    forward = model.forward
+
+    def bad(*args, **kwargs):
+        loss = forward(*args, **kwargs)
+        if next(calls) % setup.n_micro != micro:
+            return loss
+        if where == "loss":
+            return loss * value
+        loss.register_hook(lambda gradient: gradient * value)
+        return loss
+
+    model.forward = bad
+
+
+def state_of(setup: Setup) -> list[torch.Tensor]:
+    tensors = [*setup.model.parameters(), *setup.optimizers.state_tensors().values()]
+    return [t.detach().clone() for t in tensors]
+
+
+def unmoved(before: list[torch.Tensor], setup: Setup) -> bool:
+    return all(map(torch.equal, before, state_of(setup)))
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_number_gone_bad_moves_no_weight_and_names_the_step(where, value, reduction):
+    setup = make_setup(4, reduction)
+    train_step(setup, cut(batch(0), 4), 0)
+    before = state_of(setup)
+    poison(setup, value, micro=2, where=where)
+    with pytest.raises(NonFinite, match=r"step 2: loss .* gradient norm (nan|inf)") as found:
+        train_step(setup, cut(batch(1), 4), 1)
+    assert found.value.exit_code == 4
+    assert unmoved(before, setup)
+    assert all(p.grad is None for p in setup.model.parameters())
+
+
+def test_float16_skips_lowers_its_factor_and_counts():
+    setup = make_setup(2, dtype=torch.float16)
+    train_step(setup, cut(batch(0), 2), 0)
+    before, scale = state_of(setup), setup.scaler.get_scale()
+    poison(setup, math.inf, micro=1, where="gradient")
+    metrics = train_step(setup, cut(batch(1), 2), 1)
+    assert metrics.skipped and unmoved(before, setup)
+    assert setup.scaler.get_scale() == scale / 2
+
+
+def test_float16_gives_up_when_a_smaller_factor_cannot_help():
+    setup = make_setup(2, dtype=torch.float16)
+    poison(setup, math.nan, micro=0, where="gradient")
+    before, skipped = state_of(setup), 0
+    with pytest.raises(NonFinite):
+        for step in range(100):
+            skipped += train_step(setup, cut(batch(step), 2), step).skipped
+    assert unmoved(before, setup)
+    assert setup.scaler.get_scale() == SMALLEST_SCALE and skipped == 16  # 65,536 halved to 1
+
+
+def test_float16_with_a_bad_loss_but_good_gradients_is_no_reason_to_skip():
+    """GradScaler looks at gradients alone: it would step, and say nothing."""
+    setup = make_setup(1, dtype=torch.float16)
+    forward = setup.model.forward
+    setup.model.forward = lambda *a, **k: forward(*a, **k) + torch.tensor(math.inf)
+    before = state_of(setup)
+    with pytest.raises(NonFinite):
+        train_step(setup, [batch(0)], 0)
+    assert unmoved(before, setup)
+
+
+def test_float16_trains_like_float32():
+    wanted, _ = run(2, steps=8)
+    found, _ = run(2, steps=8, dtype=torch.float16)
+    for a, b in zip(wanted, found, strict=True):
+        assert b.loss == pytest.approx(a.loss, rel=2e-2) and not b.skipped
+        assert b.grad_norm == pytest.approx(a.grad_norm, rel=5e-2)  # unscaled before it is measured
+
+
+def test_the_scaler_goes_on_where_it_was():
+    """Saved and restored, the factor is equal, and so is its way to the next doubling."""
+    setup = make_setup(2, dtype=torch.float16)
+    poison(setup, math.inf, micro=1, where="gradient")
+    train_step(setup, cut(batch(0), 2), 0)
+    del setup.model.forward
+    for step in range(1, 4):
+        train_step(setup, cut(batch(step), 2), step)
+    fresh = make_setup(2, dtype=torch.float16)
+    fresh.scaler.load_state_dict(setup.scaler.state_dict())
+    assert fresh.scaler.get_scale() == setup.scaler.get_scale() == 32_768
+    assert fresh.scaler.state_dict()["_growth_tracker"] == 3
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01, 1e9])
+def test_clipping(clip, monkeypatch):
+    """The norm that is told is the one before; 0 switches it off."""
+    norms, setup = [], make_setup()
+    setup.grad_clip = clip
+
+    def step() -> None:
+        gradients = [p.grad for p in setup.model.parameters()]
+        norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    monkeypatch.setattr(setup.optimizers, "step", step)
+    told = train_step(setup, [batch(0)], 0).grad_norm
+    wanted = min(told, clip) if clip else told
+    assert norms[0] == pytest.approx(wanted, rel=1e-4)
