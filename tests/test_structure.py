@@ -89,7 +89,10 @@ def test_a_module_imports_only_what_is_below_it(file):
         assert other != "", f"{file}: relative import {name}: write it from the root"
         if other in LEVELS:
             below = LEVELS[other] < LEVELS[own]
-            assert below or (own == other and own in MAY_IMPORT_ITSELF), f"{file} imports {name}"
+            inside = own == other and own in MAY_IMPORT_ITSELF
+            # A tool too long for one file: tools.export and tools.export_*, or nobody else's.
+            parts_of_one = name.startswith(f"tools.{file.stem.partition('_')[0]}_")
+            assert below or inside or parts_of_one, f"{file} imports {name}"
 
 
 def test_no_module_imports_itself_by_way_of_others():

@@ -1,0 +1,86 @@
+"""Export a trained model: `python -m tools.export out/small --format=hf`.
+
+hf            config.json, model.safetensors, tokenizer.json: for transformers, vLLM, llama.cpp
+onnx          model.onnx, with the KV cache as inputs and outputs: for onnxruntime, TensorRT
+torchscript   model.pt, the same graph: for torch.jit.load, also from C++
+torch_export  model.pt2, the same graph: for torch.export.load, AOTInductor
+Each is compared with the model's own logits before it is moved to --out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from data.options import ConfigError, parse_options, run_command
+
+if TYPE_CHECKING:
+    from data.tokenizer import Tokenizer
+    from model.gpt import GPT
+
+USAGE = "python -m tools.export RUN --format=hf|onnx|torchscript|torch_export [--out=DIR]"
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What is made of which checkpoint, and where."""
+
+    format: Annotated[Literal["hf", "onnx", "torchscript", "torch_export"], "what is made"] = "hf"
+    out: Annotated[str, "the folder to make; out/RUN-FORMAT unless given"] = ""
+    which: Annotated[str, "checkpoint: best, latest or a step; best if there is one"] = ""
+
+
+def main(argv: list[str]) -> int:
+    """Load, export into a temporary folder, verify, rename, say what was verified."""
+    options, (run,) = parse_options(argv, ExportOptions, usage=USAGE, positionals=["RUN"])
+    out = Path(options.out or f"out/{Path(run).resolve().name}-{options.format}")
+    if out.exists():
+        raise ConfigError(f"out={out}: is there already; name another folder, or remove it")
+
+    import torch
+
+    from training.weights import load_for_sampling
+
+    model, tokenizer = load_for_sampling(Path(run), options.which, torch.device("cpu"))
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        said = export(model, tokenizer, options.format, partial)
+        make_readable(partial)
+        os.rename(partial, out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    print("\n".join([*said, f"exported {run} to {out}"]).replace(str(partial), str(out)))
+    return 0
+
+
+def export(model: GPT, tokenizer: Tokenizer, kind: str, folder: Path) -> list[str]:
+    """Write one format into an empty folder and verify it; lines on what was verified."""
+    if kind == "hf":
+        from tools.export_hf import export_hf
+
+        return export_hf(model, tokenizer, folder)
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(folder / "tokenizer")
+    if kind == "onnx":
+        from tools.export_onnx import export_onnx
+
+        return export_onnx(model, folder)
+    from tools.export_torch import export_torch_export, export_torchscript
+
+    write = export_torchscript if kind == "torchscript" else export_torch_export
+    return write(model, folder)
+
+
+def make_readable(folder: Path) -> None:
+    """0644 for all files, 0755 for folders: some libraries write what only the owner can read."""
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,113 @@
+"""A Hugging Face folder that AutoModelForCausalLM and AutoTokenizer load without custom code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from data.options import ConfigError
+from data.pretrained import CONFIG_FILE
+from data.tokenizer import Tokenizer
+from model.families import ARCHITECTURES, family_of
+from model.gpt import GPT
+from model.huggingface import write_folder
+from tools.export_graph import ExportError, make_cases
+from tools.export_tokenizer import probe_text, write_tokenizer
+
+LIMIT = 1e-4
+
+
+def export_hf(model: GPT, tokenizer: Tokenizer, folder: Path) -> list[str]:
+    """Write config, weights and tokenizer into `folder`, then load all of it with transformers.
+
+    Returns what to say. Raises FolderError or ConfigError naming the option or the tokenizer that
+    no class has, ExportError if transformers computes something else.
+    """
+    family = family_of(model.config)
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "format=hf: checking it needs transformers: pip install transformers"
+        ) from None
+    said = [write_tokenizer(tokenizer, folder, model.config.context_length)]
+    tensors = dict(model.named_parameters())
+    write_folder(
+        folder,
+        model.config,
+        tensors,
+        bos=_bos(tokenizer, folder),
+        eos=tokenizer.eot,
+        n_ids=tokenizer.vocab_size,
+    )
+    with quiet_transformers():
+        said.append(_check_tokenizer(tokenizer, folder))
+        said.append(_check_model(model, folder, ARCHITECTURES[family]))
+    return said
+
+
+def _bos(tokenizer: Tokenizer, folder: Path) -> int | None:
+    """The id that begins a document: what the tokenizer's config names, else the end-of-text."""
+    from tokenizers import Tokenizer as Loaded
+
+    named = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("bos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    loaded = Loaded.from_file(str(folder / "tokenizer.json"))
+    found = loaded.token_to_id(named) if named else None
+    return tokenizer.eot if found is None else found
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without its progress bars and notes."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+
+
+def _check_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(folder)
+    text = probe_text(tokenizer)
+    ids = loaded(text, add_special_tokens=False)["input_ids"]
+    if ids != tokenizer.encode(text):
+        raise ExportError(f"{type(loaded).__name__} gives other ids than {tokenizer.name}")
+    if loaded.decode(ids) != tokenizer.decode(ids):
+        raise ExportError(f"{type(loaded).__name__} decodes to another text than {tokenizer.name}")
+    return f"AutoTokenizer: {type(loaded).__name__}, the same ids and text"
+
+
+@torch.no_grad()
+def _check_model(model: GPT, folder: Path, architecture: str) -> str:
+    from transformers import AutoModelForCausalLM
+
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    left = [name for key in ("missing_keys", "unexpected_keys") for name in report[key]]
+    if left or type(loaded).__name__ != architecture:
+        raise ExportError(f"{type(loaded).__name__} of transformers did not take {left}")
+    worst, scale = 0.0, 1.0
+    for case in make_cases(model):
+        ids = torch.cat((case.past_tokens, case.tokens), dim=1)
+        logits = loaded.eval()(ids).logits[:, -case.tokens.shape[1] :]
+        worst = max(worst, float((logits - case.logits).abs().max()))
+        scale = max(scale, float(case.logits.abs().max()))
+    said = f"largest difference of a logit {worst:.1e} (the largest logit is {scale:.3g})"
+    if not worst <= LIMIT * scale:
+        raise ExportError(f"{architecture} of transformers: {said}, allowed {LIMIT * scale:.1e}")
+    return f"AutoModelForCausalLM: {architecture}, {said}"

@@ -1,0 +1,133 @@
+"""ONNX: one file, checked, that TensorRT's parser and onnxruntime take."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.options import ConfigError
+from model.config import ModelConfig
+from model.gpt import GPT
+from tools.export_graph import (
+    ExportError,
+    GraphGPT,
+    compare,
+    example_inputs,
+    input_names,
+    make_cases,
+    output_names,
+)
+
+OPSET = 20  # the newest that TensorRT 10.0 reads
+ONE_FILE = 1_800_000_000  # bytes of weights; protobuf ends at 2 GiB
+LIMIT = 1e-4
+
+# Operators marked "Y" in docs/operators.md of github.com/onnx/onnx-tensorrt, TensorRT 10.0.
+TENSORRT_OPERATORS = """
+Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh AveragePool BatchNormalization Cast
+CastLike Ceil Celu Clip Concat Constant ConstantOfShape Conv ConvTranspose Cos Cosh CumSum
+DeformConv DepthToSpace DequantizeLinear Div Dropout Einsum Elu Equal Erf Exp Expand EyeLike
+Flatten Floor Gather GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalLpPool
+GlobalMaxPool Greater GreaterOrEqual GridSample GroupNormalization GRU HardSigmoid HardSwish
+Hardmax Identity If ImageScaler InstanceNormalization IsInf IsNaN LayerNormalization LeakyRelu
+Less LessOrEqual Log LogSoftmax Loop LRN LSTM LpNormalization LpPool MatMul Max MaxPool Mean
+MeanVarianceNormalization Min Mish Mod Mul Neg NonMaxSuppression NonZero Not OneHot Or Pad
+ParametricSoftplus Pow PRelu QuantizeLinear RandomNormal RandomNormalLike RandomUniform
+RandomUniformLike Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax
+ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Resize ReverseSequence
+RNN RoiAlign Round ScaledTanh Scan Scatter ScatterElements ScatterND Selu Shape Shrink Sigmoid
+Sign Sin Sinh Size Slice Softmax Softplus Softsign SpaceToDepth Split Sqrt Squeeze Sub Sum Tan
+Tanh ThresholdedRelu Tile TopK Transpose Trilu Unsqueeze Upsample Where Xor
+"""
+
+
+def export_onnx(model: GPT, folder: Path) -> list[str]:
+    """Write model.onnx (and model.onnx.data beside it, for weights over 1.8 GB) into `folder`.
+
+    Returns what to say: the error against the model's own logits, the operators, how to build a
+    TensorRT engine. Raises ExportError if the graph is wrong, ConfigError without the libraries.
+    """
+    try:
+        import onnx
+        import onnxruntime
+        import onnxscript  # noqa: F401 (torch's exporter writes with it)
+    except ImportError as error:
+        raise ConfigError(
+            f"format=onnx: pip install onnx onnxruntime onnxscript ({error})"
+        ) from None
+    cases, config, path = make_cases(model), model.config, folder / "model.onnx"
+    _write(GraphGPT(model), path)
+    onnx.checker.check_model(str(path), full_check=True)  # with strict shape inference
+    operators = _operators(path)
+    foreign = operators - set(TENSORRT_OPERATORS.split())
+    if foreign:
+        raise ExportError(f"the graph has operators that TensorRT lacks: {sorted(foreign)}")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def run(tokens: Tensor, past: Sequence[Tensor]) -> list[Tensor]:
+        named = zip(input_names(config), (tokens, *past), strict=True)
+        found = session.run(None, {name: tensor.numpy() for name, tensor in named})
+        return [torch.from_numpy(array) for array in found]
+
+    return [
+        f"onnxruntime: {compare(run, cases, config, LIMIT)}",
+        f"opset {OPSET}, checked; operators, all TensorRT's: {' '.join(sorted(operators))}",
+        f"for TensorRT: {trtexec_line(path, config)}",
+    ]
+
+
+def _write(graph: GraphGPT, path: Path) -> None:
+    config = graph.model.config
+    batch, length, past = (torch.export.Dim(name) for name in ("batch", "length", "past"))
+    pasts = tuple({0: batch, 2: past} for _ in range(2 * config.n_layers))
+    size = 4 * graph.model.parameter_count()
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # notes to the exporter's own authors
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            graph,
+            example_inputs(config),
+            str(path),
+            input_names=input_names(config),
+            output_names=output_names(config),
+            dynamic_shapes=({0: batch, 1: length}, pasts),
+            opset_version=OPSET,
+            dynamo=True,
+            external_data=size > ONE_FILE,
+            verbose=False,
+        )
+
+
+def _operators(path: Path) -> set[str]:
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False)
+    nodes = [*graph.graph.node, *(node for f in graph.functions for node in f.node)]
+    local = {f.name for f in graph.functions}
+    return {node.op_type for node in nodes} - local
+
+
+def trtexec_line(path: Path, config: ModelConfig) -> str:
+    """The command that builds an engine from the graph; to be copied where TensorRT is."""
+
+    def shapes(B: int, T: int, P: int) -> str:
+        past = f"{B}x{config.n_kv_heads}x{P}x{config.d_head}"
+        names = input_names(config)
+        return ",".join([f"{names[0]}:{B}x{T}", *(f"{name}:{past}" for name in names[1:])])
+
+    C = config.context_length
+    least, most = shapes(1, 1, 0), shapes(4, C // 2, C // 2)
+    usual = shapes(1, 1, C // 4)
+    return (
+        f"trtexec --onnx={path} --saveEngine={path.with_suffix('.engine')} "
+        f"--minShapes={least} --optShapes={usual} --maxShapes={most}"
+    )

@@ -1,0 +1,171 @@
+"""Our tokenizers as tokenizer.json and tokenizer_config.json, which AutoTokenizer and others read.
+
+All become a BPE of `tokenizers`: bytes and characters one without merges, tiktoken's ranks one with
+the merges that they imply. What comes out must give the same ids on PROBE, or nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from data.bpe import JSON_FILE, byte_of_character
+from data.options import ConfigError
+from data.pretrained import CONFIG_FILE
+from data.tokenizer import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+PROBE = (
+    "The quick brown fox's 12 lazy dogs -- they'LL jump 3.14159 times!\n\n\tdef f(x):\n"
+    "        return x ** 2  # caf\u00e9, na\u00efve, \u00df, \u0416\u0443\u043a, "
+    "\u4f60\u597d\u4e16\u754c, "
+    "\U0001f600\u200d\U0001f525, e\u0301, \u00a0\u2003 ~\n\n\n   \n123456789 1,000,000   \t  end "
+    "HTTPServer2 camelCase O'Neill I'd we've   trailing spaces   \n x\n"
+)
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, context_length: int) -> str:
+    """Write both files into `folder`; a line on what was checked.
+
+    Raises ConfigError, by the tokenizer's name, if it gives other ids or another text there.
+    """
+    kept = tokenizer.files.get(JSON_FILE)
+    if kept is not None:
+        config_text = tokenizer.files.get(CONFIG_FILE)
+        config = json.loads(config_text) if config_text else _config(tokenizer, context_length)
+        content = kept
+    else:
+        content = json.dumps(_from_table(tokenizer), ensure_ascii=False, indent=1)
+        config = _config(tokenizer, context_length)
+    (folder / JSON_FILE).write_text(content, encoding="utf-8", newline="\n")
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return _checked(tokenizer, folder)
+
+
+def _config(tokenizer: Tokenizer, context_length: int) -> dict[str, Any]:
+    end = None if tokenizer.eot is None else END_OF_TEXT
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context_length,
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        "bos_token": end,  # documents follow the end of another
+        "eos_token": end,
+    }
+
+
+def _checked(tokenizer: Tokenizer, folder: Path) -> str:
+    from tokenizers import Tokenizer as Loaded
+
+    loaded = Loaded.from_file(str(folder / JSON_FILE))
+    text = probe_text(tokenizer)
+    ids = tokenizer.encode(text)
+    theirs = loaded.encode(text, add_special_tokens=False).ids
+    if theirs != ids:
+        at = next((i for i, (a, b) in enumerate(zip(ids, theirs, strict=False)) if a != b), -1)
+        raise ConfigError(
+            f"tokenizer {tokenizer.name}: cannot become a tokenizer.json: it gives other ids, at "
+            f"token {at} of a text of {len(ids)}; use --format=onnx, torchscript or torch_export"
+        )
+    if loaded.decode(theirs, skip_special_tokens=False) != tokenizer.decode(ids):
+        raise ConfigError(f"tokenizer {tokenizer.name}: its tokenizer.json decodes to another text")
+    return f"{JSON_FILE}: the same {len(ids)} ids and text as {tokenizer.name} on a text of probes"
+
+
+def probe_text(tokenizer: Tokenizer) -> str:
+    """Text to try a tokenizer on: many scripts and spaces, or all the characters that it knows."""
+    if tokenizer.name != "char":
+        return PROBE
+    alphabet = "".join(piece.decode("utf-8") for piece in tokenizer.table)
+    return (
+        alphabet
+        + alphabet[::-1]
+        + "".join(a + b for a, b in zip(alphabet, alphabet[7:], strict=False))
+    )
+
+
+def _from_table(tokenizer: Tokenizer) -> dict[str, Any]:
+    """tokenizer.json of a char, byte or tiktoken tokenizer."""
+    about = json.loads(next(text for text in tokenizer.files.values() if text.startswith("{")))
+    kind = about["kind"]
+    if kind == "char":
+        vocabulary = {c: i for i, c in enumerate(about["alphabet"])}
+        return _tokenizer_json(vocabulary, [], None, {"type": "Fuse"}, tokenizer.eot)
+    characters = {b: c for c, b in byte_of_character().items()}
+    ids = {piece: i for i, piece in enumerate(tokenizer.table) if piece}
+    spelled = {piece: "".join(characters[b] for b in piece) for piece in ids}
+    merges = [] if kind == "byte" else _merges(ids)
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    before: dict[str, Any] = level
+    if kind != "byte":
+        split = {"type": "Split", "pattern": {"Regex": _oniguruma(about["pattern"])}}
+        split |= {"behavior": "Isolated", "invert": False}
+        before = {"type": "Sequence", "pretokenizers": [split, level]}
+    vocabulary = {spelled[piece]: i for piece, i in ids.items()}
+    pairs = [[spelled[a], spelled[b]] for a, b in merges]
+    return _tokenizer_json(vocabulary, pairs, before, level, tokenizer.eot)
+
+
+def _tokenizer_json(
+    vocabulary: dict[str, int], merges: list, before: dict | None, decoder: dict, eot: int | None
+) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    end = {"id": eot, "content": END_OF_TEXT, **flags, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [] if eot is None else [end],
+        "normalizer": None,
+        "pre_tokenizer": before,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # a known piece is taken whole, as tiktoken does
+            "vocab": vocabulary,
+            "merges": merges,
+        },
+    }
+
+
+def _merges(ids: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """The pair that each piece of more than a byte is merged from, in the order of the ranks.
+
+    It is what the encoder makes of the piece with the ranks below its own: two pieces.
+    """
+    merges = []
+    for piece, rank in sorted(ids.items(), key=lambda item: item[1]):
+        parts = [piece[i : i + 1] for i in range(len(piece))]
+        while len(parts) > 2:
+            joined = [ids.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
+            lowest = min(joined)
+            if lowest >= rank:
+                break
+            i = joined.index(lowest)
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            merges.append((parts[0], parts[1]))
+    return merges
+
+
+def _oniguruma(pattern: str) -> str:
+    """tiktoken's pattern for the regex engine of `tokenizers`.
+
+    There `{1,3}+` repeats, where tiktoken's is possessive, and `$` matches at every line's end. The
+    patterns of tiktoken are possessive for speed alone; that the ids stay the same is checked.
+    """
+    return re.sub(r"(?<=[+*?}])\+", "", pattern).replace("$", r"\z")
