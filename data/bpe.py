@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from data.vocabulary import END_OF_TEXT, FILE, Tokenizer, described
 
+GIANT_WORD = 1000
 JSON_FILE = "tokenizer.json"  # Hugging Face's form
 
 # How text is cut before BPE: GPT-4's rules, spelled so that the regex engines of tiktoken and of
@@ -45,9 +46,19 @@ def train_bpe(name: str, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    trained.train_from_iterator(texts, trainer)
+    trained.train_from_iterator(_without_giant_words(texts), trainer)
     trained.add_special_tokens([END_OF_TEXT])
     return own_bpe(name, trained.to_str(pretty=True))
+
+
+def _without_giant_words(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, cut up where they hold a giant word: training takes its length squared."""
+    for text in texts:
+        longest = max(map(len, text.split()), default=0)
+        if longest > GIANT_WORD or "\n" * GIANT_WORD in text:
+            yield from (text[at : at + GIANT_WORD] for at in range(0, len(text), GIANT_WORD))
+        else:
+            yield text
 
 
 def own_bpe(name: str, tokenizer_json: str) -> Tokenizer:

@@ -93,7 +93,9 @@ def _continued(folder: Path, record: list[dict], say: Say) -> Progress:
             return found
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    return Progress(record, [0] * len(record), [False] * len(record), [])
+    fresh = Progress(record, [0] * len(record), [False] * len(record), [])
+    fresh.save(folder)
+    return fresh
 
 
 def build(

@@ -13,6 +13,7 @@ from data.options import ConfigError
 
 ROUNDS = 6
 SMALLEST_HALF = 3  # bits: a Feistel network over fewer mixes badly
+ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, Knuth's multiplicative hash
 CYCLE = 10_000  # windows after which a mixture's weights hold exactly
 
 
@@ -40,18 +41,13 @@ def permute(index: np.ndarray, n: int, key: object) -> np.ndarray:
 
 def _feistel(x: np.ndarray, half: int, round_keys: np.ndarray) -> np.ndarray:
     """A bijection of [0, 4^half): each round changes one half by a hash of the other."""
-    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    left, right = x >> bits, x & mask
+    bits = np.uint64(half)
+    left, right = x >> bits, x & np.uint64((1 << half) - 1)
     for key in round_keys:
-        left, right = right, left ^ (_mix(right + key) & mask)
+        mixed = (right + key) * ODD
+        mixed = (mixed ^ (mixed >> np.uint64(32))) * ODD
+        left, right = right, left ^ (mixed >> np.uint64(64 - half))
     return (left << bits) | right
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser: every bit of x moves every bit of the result."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def shares(weights: list[float]) -> np.ndarray:

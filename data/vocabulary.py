@@ -39,7 +39,7 @@ class Tokenizer:
         return len(self.table)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a text. `special`: the text of special tokens becomes their ids, else plain ones."""
+        """Ids of a text; the text of special tokens is plain text unless `special`."""
         if not special or not self.special:
             return self.encode_array(text).tolist()
         names = sorted(self.special, key=len, reverse=True)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from data import bpe, pretrained
 from data.config import TIKTOKEN_NAMES, DataConfig

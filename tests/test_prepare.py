@@ -1,0 +1,771 @@
+"""Preparation: the same bytes however it is done, nothing half done is taken for complete."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import build, encode, pretokenized, text
+from data.config import DataConfig
+from data.meta import DamagedData, read_meta
+from data.options import ConfigError
+from data.prepare import dry_run, main, prepare, prepared_folder, verify
+from data.shards import IGNORE_INDEX, Windows
+from data.sources import open_source
+from data.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+LINES = [f"Line {i} says {i * i % 97} things, naïvely.\n" for i in range(4000)]
+TEXT = "".join(LINES)
+
+
+@pytest.fixture
+def work(tmp_path):
+    """A folder with a text in it."""
+    (tmp_path / "a.txt").write_bytes(TEXT.encode())
+    return tmp_path
+
+
+def options(work: Path, source: object = None, **changes) -> DataConfig:
+    defaults = {"tokenizer": "byte", "val_fraction": 0.1, "workers": 0}
+    return DataConfig(
+        source=str(source or work / "a.txt"),
+        prepared_dir=str(work / "prepared"),
+        **{**defaults, **changes},
+    )
+
+
+def prepared(config: DataConfig, **more) -> Path:
+    return prepare(config, say=lambda _: None, progress=False, **more)
+
+
+def ids_of(folder: Path, split: str) -> np.ndarray:
+    meta = read_meta(folder)
+    parts = [np.fromfile(folder / shard.file, meta.id_dtype) for shard in meta.of(split)]
+    return np.concatenate(parts)
+
+
+def texts_of(folder: Path) -> tuple[str, str]:
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    return tuple(tokenizer.decode(ids_of(folder, split)) for split in ("train", "val"))
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Name -> hash of every file that prepared data is made of, times apart."""
+    files = [f for f in sorted(folder.rglob("*")) if f.is_file() and f.name != "source.json"]
+    return {
+        f.relative_to(folder).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in files
+    }
+
+
+def leftovers(folder: Path) -> list[str]:
+    """What lies in a folder of prepared data, or would, apart from locks."""
+    names = [p.name for p in folder.iterdir()] if folder.exists() else []
+    return [name for name in names if not name.endswith(".lock")]
+
+
+def refusal(config: DataConfig, **more) -> str:
+    with pytest.raises(ConfigError) as refused:
+        prepared(config, **more)
+    return str(refused.value)
+
+
+# What is prepared
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:400"])
+def test_the_text_is_all_there_split_by_its_tail(work, tokenizer):
+    folder = prepared(options(work, tokenizer=tokenizer))
+    cut = int(len(TEXT) * 0.9)
+    assert texts_of(folder) == (TEXT[:cut], TEXT[cut:])
+    meta = read_meta(folder)
+    assert meta.bytes == {"train": len(TEXT[:cut].encode()), "val": len(TEXT[cut:].encode())}
+    assert meta.tokens == {s: len(ids_of(folder, s)) for s in ("train", "val")}
+    lengths = load_tokenizer(folder / "tokenizer").byte_lengths()
+    for split in ("train", "val"):
+        assert lengths[ids_of(folder, split)].sum() == meta.bytes[split]
+    assert meta.dtype == "uint16"
+    assert folder.name.startswith("a_txt-" + tokenizer.replace(":", ""))
+
+
+def test_one_end_of_text_follows_each_document_and_none_a_cut(work):
+    texts = ["one", "two\n", "three and more"]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (work / "b.jsonl").write_text("\n".join(lines))
+    folder = prepared(options(work, work / "b.jsonl", val_fraction=0.5))
+    eot = 256
+    expected = [[*text.encode(), eot] for text in texts]
+    train, val = ids_of(folder, "train").tolist(), ids_of(folder, "val").tolist()
+    assert train + val == sum(expected, [])
+    assert train[-1] != eot  # the tail begins inside the third document
+    windows = Windows(folder, "train", 3, "document")
+    assert [windows.pair(i)[1].tolist() for i in range(4)] == [
+        list(b"one"),
+        [eot, IGNORE_INDEX, IGNORE_INDEX],
+        list(b"two"),
+        [10, eot, IGNORE_INDEX],
+    ]
+    assert windows.pair(2)[0][0] == eot
+
+
+def test_a_char_vocabulary_has_an_end_of_text_only_for_several_documents(work):
+    assert load_tokenizer(prepared(options(work, tokenizer="char")) / "tokenizer").eot is None
+    (work / "b.txt").write_text("b")
+    several = prepared(options(work, work / "*.txt", tokenizer="char"))
+    assert load_tokenizer(several / "tokenizer").eot == len(set(TEXT) | {"b"})
+
+
+@pytest.mark.parametrize("size", [65535, 65536, 65537])
+def test_the_dtype_holds_a_vocabulary_around_two_to_the_sixteen(work, size):
+    characters = [chr(c) for c in range(0x21, 0x20000) if not 0xD800 <= c < 0xE000]
+    characters = [c for c in characters if c not in "\r\ufeff" and not c.isspace()][:size]
+    (work / "wide.txt").write_text("".join(characters), encoding="utf-8")
+    folder = prepared(options(work, work / "wide.txt", tokenizer="char"))
+    meta = read_meta(folder)
+    assert meta.vocab_size == size
+    assert meta.dtype == ("uint16" if size <= 65536 else "uint32")
+    assert "".join(texts_of(folder)) == "".join(characters)
+    verify(folder, lambda _: None)
+
+
+def test_special_token_text_in_a_document_is_no_separator(work):
+    (work / "b.txt").write_text("a<|endoftext|>b" * 100)
+    folder = prepared(options(work, work / "b.txt", tokenizer="bpe:300"))
+    eot = load_tokenizer(folder / "tokenizer").eot
+    assert (ids_of(folder, "train") == eot).sum() == 0
+    assert (ids_of(folder, "val") == eot).sum() == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" * (2 * text.PIECE_BYTES + 5),
+        " " * 10**6 + "end",
+        "no final newline",
+        "\ufeffa\r\nb\rc\nd" * 100,
+        "nul \x00 byte\n" * 50,
+        "日本語🙂" * 200_000,
+    ],
+    ids=["giant line", "spaces", "short", "newlines", "nul", "long"],
+)
+def test_odd_texts_come_back(work, text):
+    (work / "odd.txt").write_bytes(text.encode())
+    folder = prepared(options(work, work / "odd.txt", tokenizer="bpe:300"))
+    expected = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    assert "".join(texts_of(folder)) == expected
+
+
+def test_the_same_text_gives_the_same_ids_however_its_lines_end(work):
+    found = set()
+    for name, raw in {
+        "lf": TEXT.encode(),
+        "crlf": TEXT.replace("\n", "\r\n").encode(),
+        "cr": TEXT.replace("\n", "\r").encode(),
+        "mark": b"\xef\xbb\xbf" + TEXT.encode(),
+    }.items():
+        (work / name).mkdir()
+        (work / name / "a.txt").write_bytes(raw)
+        folder = prepared(options(work, work / name / "a.txt", tokenizer="bpe:300"))
+        found.add(read_meta(folder).fingerprint)
+    assert len(found) == 1
+
+
+# What is refused, with nothing left behind
+
+
+@pytest.mark.parametrize("raw", [b"", b"\n\n", b" \r\n\t", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("tokenizer", ["char", "bpe:300"])
+def test_an_empty_text_is_refused(work, raw, tokenizer):
+    (work / "a.txt").write_bytes(raw)
+    assert "holds no text" in refusal(options(work, tokenizer=tokenizer))
+    assert leftovers(work / "prepared") == []
+
+
+def test_a_validation_split_that_would_be_empty_is_refused(work):
+    (work / "b.jsonl").write_text('{"text": "only one"}\n' * 3)
+    said = refusal(options(work, work / "b.jsonl", split="document", val_fraction=0.01))
+    assert "the val split is empty" in said
+    assert "0.01" in said
+    assert "the train split is empty" in refusal(options(work, work / "b.jsonl", val_fraction=0.99))
+    assert leftovers(work / "prepared") == []
+
+
+def test_damage_is_refused_by_place_and_replaced_when_asked(work):
+    raw = TEXT.encode()[:5000] + b"\xe9" + TEXT.encode()[5000:]
+    (work / "a.txt").write_bytes(raw)
+    for workers in (0, 2):
+        assert "offset 5000 " in refusal(options(work, workers=workers))
+    folder = prepared(options(work, errors="replace"))
+    assert "".join(texts_of(folder)) == raw.decode("utf-8", "replace")
+
+
+def test_a_source_that_is_not_there_is_refused_at_once(work):
+    assert "nope.txt" in refusal(options(work, work / "nope.txt"))
+    assert leftovers(work / "prepared") == []
+
+
+# The same bytes however it is done
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Pieces, tasks and shards of kilobytes, so that a small text has many of each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "PIECE_BYTES", 16_000)
+        patch.setattr(encode, "TASK_CHARACTERS", 8_000)
+        yield
+
+
+SHARD = 40_000
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, small):
+    """(options, prepared folder) of many documents, one of them longer than a shard."""
+    work = tmp_path_factory.mktemp("reference")
+    rows = [{"text": "".join(LINES[i : i + 40])} for i in range(0, len(LINES), 40)]
+    rows.insert(30, {"text": TEXT[:100_000]})
+    (work / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = options(work, work / "a.jsonl", tokenizer="bpe:400")
+    return config, prepared(config, shard_bytes=SHARD)
+
+
+def test_any_number_of_processes_gives_the_same_files(reference, tmp_path):
+    config, folder = reference
+    for workers in (1, 2):
+        again = replace(config, prepared_dir=str(tmp_path / str(workers)), workers=workers)
+        assert content(prepared(again, shard_bytes=SHARD)) == content(folder)
+
+
+def test_two_processes_end_on_three_documents(work):
+    (work / "b.jsonl").write_text('{"text": "a b c"}\n' * 3)
+    folder = prepared(options(work, work / "b.jsonl", workers=2, val_fraction=0.4))
+    assert "".join(texts_of(folder)) == "a b c" * 3
+
+
+def test_a_document_longer_than_a_shard_is_whole(reference):
+    config, folder = reference
+    assert len(read_meta(folder).of("train")) > 2
+    rows = [json.loads(line)["text"] for line in Path(config.source).read_text().splitlines()]
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    found = []
+    for split in ("train", "val"):
+        ids = ids_of(folder, split)
+        ends = np.flatnonzero(ids == tokenizer.eot) + 1
+        found += [tokenizer.decode(part) for part in np.split(ids, ends)[:-1]]
+    assert sorted(found) == sorted(rows)
+    verify(folder, lambda _: None)
+
+
+def test_the_size_of_shards_changes_no_id(reference, tmp_path):
+    config, folder = reference
+    one = prepared(replace(config, prepared_dir=str(tmp_path)))
+    for split in ("train", "val"):
+        assert len(read_meta(one).of(split)) == 1
+        assert ids_of(one, split).tolist() == ids_of(folder, split).tolist()
+        for kind in ("packed", "document"):
+            first, second = Windows(one, split, 64, kind), Windows(folder, split, 64, kind)
+            assert len(first) == len(second)
+            for i in range(0, len(first), 97):
+                assert np.array_equal(first.pair(i), second.pair(i))
+
+
+def test_adding_a_shard_of_text_moves_no_document_between_splits(work):
+    folder = work / "docs"
+    folder.mkdir()
+    for number in range(2):
+        lines = [json.dumps({"text": line}) for line in LINES[number * 100 : number * 100 + 100]]
+        (folder / f"{number}.jsonl").write_text("\n".join(lines))
+    before = texts_of(prepared(options(work, folder)))
+    (folder / "1a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in LINES[500:700]))
+    after = texts_of(prepared(options(work, folder)))
+    for old, new in zip(before, after, strict=True):
+        assert set(old.splitlines()) < set(new.splitlines())
+
+
+# Current, touched, changed, gone
+
+
+def test_what_is_current_is_not_prepared_again(work, monkeypatch):
+    config = options(work)
+    folder = prepared(config)
+    monkeypatch.setattr(build, "make_tokenizer", lambda *_: pytest.fail("prepared again"))
+    monkeypatch.setattr("data.sources.Source.digest", lambda _: pytest.fail("read again"))
+    assert prepared(config) == folder
+    assert prepared(replace(config, global_batch=5, windows="document", workers=2)) == folder
+
+
+def test_a_touched_file_is_read_again_but_not_prepared_again(work, monkeypatch):
+    config = options(work)
+    folder = prepared(config)
+    monkeypatch.setattr(build, "make_tokenizer", lambda *_: pytest.fail("prepared again"))
+    os.utime(work / "a.txt", (1, 1))
+    assert prepared(config) == folder
+    monkeypatch.setattr("data.sources.Source.digest", lambda _: pytest.fail("read again"))
+    assert prepared(config) == folder
+
+
+def test_a_changed_source_is_prepared_anew_and_said(work):
+    config, said = options(work), []
+    before = read_meta(prepared(config)).fingerprint
+    (work / "a.txt").write_text(TEXT.replace("Line 7", "Lime 7"))
+    folder = prepare(config, say=said.append, progress=False)
+    assert any("has changed" in line for line in said)
+    assert read_meta(folder).fingerprint != before
+    assert "Lime 7" in texts_of(folder)[0]
+    assert leftovers(work / "prepared") == [folder.name]
+
+
+def test_data_whose_source_is_gone_is_used_as_it_is(work):
+    config, said = options(work), []
+    folder = prepared(config)
+    (work / "a.txt").unlink()
+    assert prepare(config, say=said.append) == folder
+    assert "no such file" in said[0]
+    assert str(folder) in said[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer": "char"},
+        {"val_fraction": 0.2},
+        {"split": "tail"},
+        {"errors": "replace"},
+        {"text_field": "body"},
+        {"source": "b.txt"},
+    ],
+)
+def test_options_that_change_the_ids_have_a_folder_of_their_own(work, change):
+    assert prepared_folder(options(work)) != prepared_folder(replace(options(work), **change))
+
+
+def test_options_that_change_no_id_share_a_folder(work):
+    other = replace(options(work), workers=7, windows="document", global_batch=3, micro_batch=1)
+    assert prepared_folder(options(work)) == prepared_folder(other)
+
+
+def test_a_tokenizer_json_that_changed_has_another_folder(work):
+    own = prepared(options(work, tokenizer="bpe:300")) / "tokenizer"
+    config = options(work, tokenizer=f"hf:{own}")
+    first = prepared(config)
+    assert texts_of(first)[0] == TEXT[: int(len(TEXT) * 0.9)]
+    other = prepared(options(work, tokenizer="bpe:310")) / "tokenizer" / "tokenizer.json"
+    shutil.copy(other, own)
+    assert prepared(config) != first
+
+
+# Interrupted, several at once, no room
+
+
+def command(config: DataConfig, *more: str) -> list[str]:
+    names = ("source", "tokenizer", "val_fraction", "prepared_dir", "workers")
+    flags = [f"--{name}={getattr(config, name)}" for name in names]
+    return [sys.executable, "-m", "data.prepare", *flags, *more]
+
+
+def run(config: DataConfig, *more: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(config, *more), cwd=ROOT, capture_output=True, text=True, timeout=120, **options
+    )
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def encode_until(monkeypatch, count: int) -> list:
+    """Let `count` more tasks be encoded before the process is killed; lists those that were."""
+    encoded: list = []
+
+    def encode_task(folder, dtype, task):
+        if len(encoded) == count:
+            raise Killed
+        encoded.append(task)
+        return encode.encode_task(folder, dtype, task)
+
+    monkeypatch.setattr(build, "encode_task", encode_task)
+    return encoded
+
+
+@pytest.mark.parametrize("after", [0, 1, 9, 20])
+def test_a_killed_preparation_continues_after_its_last_finished_shard(
+    reference, tmp_path, monkeypatch, after
+):
+    config, folder = reference
+    config = replace(config, prepared_dir=str(tmp_path))
+    encode_until(monkeypatch, after)
+    with pytest.raises(Killed):
+        prepared(config, shard_bytes=SHARD)
+    with pytest.raises(ConfigError, match="no prepared data"):
+        Windows(prepared_folder(config), "train", 8)
+    finished = json.loads(next(tmp_path.glob(".*/progress.json")).read_text())["tasks"][0]
+    assert (finished > 0) == (after >= 9)
+    monkeypatch.setattr(build, "make_tokenizer", lambda *_: pytest.fail("trained again"))
+    rest = encode_until(monkeypatch, 10**6)
+    assert content(prepared(config, shard_bytes=SHARD)) == content(folder)
+    plan = build.make_plan(config, [open_source(config.source)], [1.0])
+    tasks = list(encode.grouped(plan.splits[0].parts(plan.pieces(plan.sources[0]))))
+    assert rest == tasks[finished:]  # what was finished was not done again
+    assert leftovers(tmp_path) == [folder.name]
+
+
+def test_a_build_of_another_text_is_not_continued(reference, tmp_path, monkeypatch):
+    config, _ = reference
+    source = tmp_path / "a.jsonl"
+    shutil.copy(config.source, source)
+    config = replace(config, source=str(source), prepared_dir=str(tmp_path / "prepared"))
+    encode_until(monkeypatch, 4)
+    with pytest.raises(Killed):
+        prepared(config, shard_bytes=SHARD)
+    monkeypatch.setattr(build, "encode_task", encode.encode_task)
+    source.write_text(source.read_text().replace("Line", "Lime"))
+    said = []
+    folder = prepare(config, say=said.append, progress=False)
+    assert not any("continuing" in line for line in said)
+    assert "Line" not in "".join(texts_of(folder))
+
+
+def test_a_source_that_changes_meanwhile_is_refused(work, monkeypatch):
+    def change(*arguments):
+        (work / "a.txt").write_text("other")
+        return encode.encode_task(*arguments)
+
+    monkeypatch.setattr(build, "encode_task", change)
+    assert "changed meanwhile" in refusal(options(work))
+    monkeypatch.setattr(build, "encode_task", encode.encode_task)
+    (work / "a.txt").write_text(TEXT)
+    assert "".join(texts_of(prepared(options(work)))) == TEXT
+
+
+def test_several_at_once_prepare_it_once(work):
+    config = options(work, tokenizer="bpe:400")
+    running = [
+        subprocess.Popen(
+            command(config), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    said = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], said
+    assert sum(line.startswith("training") for out, _ in said for line in out.splitlines()) == 1
+    assert "".join(texts_of(prepared_folder(config))) == TEXT
+    assert leftovers(work / "prepared") == [prepared_folder(config).name]
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_that_looks_complete(work):
+    config = options(work)
+
+    def little_room() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    ended = run(config, preexec_fn=little_room)
+    assert ended.returncode == 5, ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("error: ")
+    assert str(work / "prepared") in ended.stderr
+    assert not prepared_folder(config).exists()
+    assert run(config).returncode == 0
+    assert "".join(texts_of(prepared_folder(config))) == TEXT
+
+
+def test_a_worker_that_dies_is_said(work, monkeypatch):
+    (work / "b.txt").write_text(TEXT * 20)
+    config = options(work, work / "b.txt", workers=2)
+    monkeypatch.setattr(encode, "_follow_parent", die)
+    with pytest.raises(ConfigError, match="workers=2: a process .* died"):
+        prepared(config)
+    assert not prepared_folder(config).exists()
+
+
+def die() -> None:
+    os._exit(9)
+
+
+@pytest.mark.faults
+def test_workers_end_when_their_parent_is_killed(work):
+    (work / "b.txt").write_text(TEXT * 400)
+    config = options(work, work / "b.txt", tokenizer="bpe:1000", workers=2)
+    process = subprocess.Popen(
+        command(config), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+    def children() -> list[int]:
+        found = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True).stdout
+        rows = [tuple(map(int, line.split())) for line in found.splitlines()[1:]]
+        return [pid for pid, parent in rows if parent == process.pid]
+
+    deadline = time.time() + 60
+    while len(children()) < 3 and time.time() < deadline:
+        time.sleep(0.05)
+    workers = children()
+    assert len(workers) >= 3  # two workers and the resource tracker
+    process.kill()
+    process.wait()
+    time.sleep(2)
+    alive = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    assert [pid for pid in alive if "Z" not in Path(f"/proc/{pid}/stat").read_text()] == []
+    folder = prepared(config)
+    assert "".join(texts_of(folder)) == TEXT * 400
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["lines", "one document"])
+def test_two_gigabytes_under_one_gigabyte_of_address_space(work, kind):
+    source = work / ("big.jsonl" if kind == "lines" else "big.txt")
+    block = TEXT * 60
+    row = json.dumps({"text": TEXT[:3000]}) + "\n"
+    with source.open("w") as stream:
+        while stream.tell() < 2 << 30:
+            stream.write(row * 3000 if kind == "lines" else block)
+    config = options(work, source, tokenizer="byte", workers=2)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+
+    ended = run(config, preexec_fn=limit)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    print(ended.stdout)
+    assert sum(read_meta(prepared_folder(config)).tokens.values()) > 1.9e9
+
+
+# Verifying
+
+
+def test_verify_reads_every_byte(reference, tmp_path):
+    _, folder = reference
+    copy = tmp_path / "copy"
+    said = []
+    verify(folder, said.append)
+    assert "shards are what was written" in said[0]
+    for file in sorted(f.relative_to(folder) for f in folder.rglob("*") if f.is_file()):
+        if file.name in ("source.json",) or file.suffix in (".crc", ".starts"):
+            continue
+        shutil.copytree(folder, copy)
+        raw = bytearray((copy / file).read_bytes())
+        raw[len(raw) // 2] ^= 1
+        (copy / file).write_bytes(raw)
+        with pytest.raises(DamagedData) as refused:
+            verify(copy)
+        assert refused.value.exit_code == 3
+        shutil.rmtree(copy)
+
+
+# The command
+
+
+def test_the_command_says_what_it_made_and_that_it_is_there(work):
+    config = options(work, tokenizer="bpe:300")
+    first, second = run(config), run(config)
+    assert first.returncode == second.returncode == 0, first.stderr
+    meta = read_meta(prepared_folder(config))
+    tokens, n_bytes = sum(meta.tokens.values()), len(TEXT.encode())
+    closing = first.stdout.splitlines()[-1]
+    for part in (
+        f"prepared {prepared_folder(config)}",
+        "2 documents",  # the text and its tail
+        f"{n_bytes:,} bytes",
+        f"{tokens:,} tokens",
+        f"{n_bytes / tokens:.2f} bytes a token",
+        f"train {meta.tokens['train']:,}",
+        f"val {meta.tokens['val']:,}",
+    ):
+        assert part in closing
+    assert "is there" in second.stdout
+    assert run(config, "--verify").returncode == 0
+    (next(prepared_folder(config).glob("val*.bin"))).write_bytes(b"")
+    damaged = run(config, "--verify")
+    assert damaged.returncode == 3
+    assert damaged.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--tokenizer=bpe:5", "bpe:5"),
+        ("--source=nope.txt", "nope.txt"),
+        ("--val_fraction=2", "val_fraction=2"),
+        ("--sauce=x", "data.source"),
+        ("--errors=ignore", "strict or replace"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(work, capsys, flag, said):
+    with pytest.raises(ConfigError) as refused:
+        main([flag, f"--prepared_dir={work / 'prepared'}"])
+    assert refused.value.exit_code == 2
+    assert said in refused.value.problems[0]
+    assert leftovers(work / "prepared") == []
+
+
+def test_progress_reaches_the_end(work, monkeypatch):
+    updates = []
+
+    class Bar:
+        def __init__(self, total, **_) -> None:
+            self.total, self.n = total, 0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_) -> None:
+            updates.append((self.n, self.total))
+
+        def update(self, n: int) -> None:
+            assert n >= 0
+            self.n += n
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    for size in (1, 1000, 70_001):
+        (work / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode()[: size * 2] + b"\r\n")
+        prepare(options(work), say=lambda _: None)
+        assert updates[-1] == ((work / "a.txt").stat().st_size,) * 2
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:400"])
+def test_a_dry_run_makes_nothing_and_says_what_would_be(work, tokenizer):
+    said = []
+    dry_run(options(work, tokenizer=tokenizer), said.append)
+    text = "\n".join(said)
+    assert "1 files, 0.1 MB" in text
+    assert "would be made" in text
+    about = int(re.search(r"about ([\d,]+) tokens", text)[1].replace(",", ""))
+    assert leftovers(work / "prepared") == []
+    real = sum(read_meta(prepared(options(work, tokenizer=tokenizer))).tokens.values())
+    assert abs(about / real - 1) < 0.05
+    assert "Line" in said[-2].replace("|", "")
+
+
+def test_importing_prepares_nothing():
+    code = (
+        "import sys, threading, data.prepare\n"
+        "assert threading.active_count() == 1\n"
+        "heavy = {'torch', 'tokenizers', 'tiktoken', 'datasets', 'pyarrow', 'tqdm'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# Standard input
+
+
+class Stdin(io.TextIOWrapper):
+    def __init__(self, raw: bytes, terminal: bool = False) -> None:
+        super().__init__(io.BytesIO(raw))
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+def test_standard_input_is_a_text(work, monkeypatch):
+    config = options(work, "-")
+    for raw, terminal in ((b"", False), (b"", True), (b" \n", False)):
+        monkeypatch.setattr("sys.stdin", Stdin(raw, terminal))
+        assert "source=- holds no text" in refusal(config)
+    monkeypatch.setattr("sys.stdin", Stdin(TEXT.encode()))
+    folder = prepared(config)
+    assert "".join(texts_of(folder)) == TEXT
+    assert leftovers(work / "prepared") == [folder.name]
+    said = []
+    for raw in (TEXT.encode(), b""):  # the same text again, or none: what is there is used
+        monkeypatch.setattr("sys.stdin", Stdin(raw))
+        assert prepare(config, say=said.append) == folder
+    assert said == []
+    monkeypatch.setattr("sys.stdin", Stdin(TEXT.encode() + b"more"))
+    prepare(config, say=said.append, progress=False)
+    assert "has changed" in said[0]
+
+
+# Mixtures
+
+
+def test_a_mixture_has_one_tokenizer_and_shards_for_each_source(work):
+    (work / "b.txt").write_text("Ω" * 3000 + "b")
+    config = options(work, f"{work / 'a.txt'}*0.75+{work / 'b.txt'}*0.25", tokenizer="char")
+    folder = prepared(config)
+    meta = read_meta(folder)
+    assert meta.weights == [0.75, 0.25]
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    for number, whole in enumerate((TEXT, "Ω" * 3000 + "b")):
+        parts = [np.fromfile(folder / s.file, "<u2") for s in meta.of("train", number)]
+        assert tokenizer.decode(np.concatenate(parts)) == whole[: int(len(whole) * 0.9)]
+    windows = Windows(folder, "train", 32)
+    assert len(windows.parts) == 2
+    other = replace(config, source=config.source.replace("0.75", "0.8").replace("0.25", "0.2"))
+    assert read_meta(prepared(other)).fingerprint != meta.fingerprint
+
+
+# Ids that others made
+
+
+def llm_c(path: Path, ids: np.ndarray, dtype: str, count: int | None = None) -> Path:
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = (20240520 if dtype == "<u2" else 20240801, 1, count or len(ids))
+    path.write_bytes(header.tobytes() + ids.astype(dtype).tobytes())
+    return path
+
+
+def some_ids(count: int = 5000) -> np.ndarray:
+    ids = np.random.default_rng(0).integers(0, 256, count)
+    ids[99::100] = 256
+    return ids
+
+
+@pytest.mark.parametrize("form", ["<u2 header", "<u4 header", "<u2"])
+def test_a_bin_file_of_ids_is_used_as_it_is(work, form, monkeypatch):
+    monkeypatch.setattr(pretokenized, "CHUNK_IDS", 333)
+    ids, path = some_ids(), work / "tokens.bin"
+    if "header" in form:
+        llm_c(path, ids, form[:3])
+    else:
+        ids.astype(form).tofile(path)
+    folder = prepared(options(work, path), shard_bytes=1000)
+    train, val = ids_of(folder, "train"), ids_of(folder, "val")
+    assert train.tolist() == ids[:4500].tolist()
+    assert val.tolist() == ids[4500:].tolist()
+    meta = read_meta(folder)
+    assert meta.bytes == {"train": 4500 - 45, "val": 500 - 5}
+    windows = Windows(folder, "train", 100, "document")
+    assert len(windows) == 45
+    assert all((windows.pair(i)[1] != IGNORE_INDEX).all() for i in range(45))
+    verify(folder, lambda _: None)
+
+
+def test_files_named_train_and_val_are_the_splits(work):
+    ids = some_ids()
+    ids[:4000].astype("<u2").tofile(work / "corpus_train_000001.bin")
+    ids[4000:].astype("<u2").tofile(work / "corpus_val_000000.bin")
+    folder = prepared(options(work, work / "corpus_*.bin"))
+    assert ids_of(folder, "train").tolist() == ids[:4000].tolist()
+    assert ids_of(folder, "val").tolist() == ids[4000:].tolist()
+
+
+def test_bin_files_that_cannot_be_right_are_refused_by_name(work):
+    path = work / "tokens.bin"
+    ids = some_ids()
+    ids[1234] = 257
+    ids.astype("<u2").tofile(path)
+    assert f"{path}: token 1234 is id 257, but the tokenizer has 257" in refusal(
+        options(work, path)
+    )
+    llm_c(path, some_ids(), "<u2", count=5001)
+    assert "header promises 5001 ids" in refusal(options(work, path))
+    path.write_bytes(b"\0" * 1001)
+    assert "1001 bytes" in refusal(options(work, path))
+    for wrong in ({"tokenizer": "char"}, {"tokenizer": "bpe:300"}, {"split": "document"}):
+        assert "holds ids, not text" in refusal(options(work, path, **wrong))
+    assert "mixes .bin files" in refusal(options(work, work / "*"))

@@ -1,0 +1,363 @@
+"""Shards: what was written comes back, and whatever else is on disk is refused by name."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from data import shards
+from data.meta import BLOCK_BYTES, DamagedData, Meta, read_meta, write_meta
+from data.options import ConfigError
+from data.shards import IGNORE_INDEX, Windows
+from data.writer import ShardWriter
+
+EOT = 0
+
+
+def random_ids(count: int, vocab_size: int = 500, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, vocab_size, count)
+
+
+def make(
+    folder: Path,
+    sources: list[dict[str, list[np.ndarray]]],
+    vocab_size: int = 500,
+    starts: dict[str, list[np.ndarray]] | None = None,
+    weights: list[float] | None = None,
+) -> Path:
+    """A prepared folder: for each source, for each split, the ids of each shard."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    written = []
+    for source, splits in enumerate(sources):
+        for split, parts in splits.items():
+            for number, ids in enumerate(parts):
+                writer = ShardWriter(folder, split, source, number, dtype)
+                begin = starts[split][number] if starts else np.array([0] * (number == 0), int)
+                writer.append(ids, begin, len(ids))
+                written.append(writer.close())
+    weights = weights or [1 / len(sources)] * len(sources)
+    modes = ["tail"] * len(sources)
+    write_meta(folder, Meta("x", "t", vocab_size, dtype, "f", modes, weights, written))
+    return folder
+
+
+def one(folder: Path, ids: np.ndarray, vocab_size: int = 500) -> Path:
+    return make(folder, [{"train": [ids]}], vocab_size)
+
+
+# What was written comes back
+
+
+@pytest.mark.parametrize("vocab_size", [65536, 65537])
+def test_ids_come_back_in_the_dtype_that_holds_them(tmp_path, vocab_size):
+    ids = random_ids(9000, vocab_size)
+    ids[17] = vocab_size - 1
+    windows = Windows(one(tmp_path, ids, vocab_size), "train", 8)
+    assert read_meta(tmp_path).dtype == ("uint16" if vocab_size == 65536 else "uint32")
+    assert windows.window(2).tolist() == ids[16:25].tolist()
+    assert windows.window(2).dtype == np.int64
+
+
+@pytest.mark.parametrize("sizes", [[1000], [7, 1, 992], [1] * 50 + [950], [2048, 2048, 1, 5000]])
+def test_windows_do_not_notice_where_shards_end(tmp_path, sizes):
+    ids = random_ids(sum(sizes))
+    parts = np.split(ids, np.cumsum(sizes)[:-1])
+    windows = Windows(make(tmp_path, [{"train": parts}]), "train", 16)
+    assert windows.n_tokens == len(ids)
+    assert len(windows) == windows.n_windows == (len(ids) - 1) // 16
+    for i in range(len(windows)):
+        assert windows[i].tolist() == ids[i * 16 : i * 16 + 17].tolist()
+        tokens, targets = windows.pair(i)
+        assert tokens.tolist() == windows[i][:-1].tolist()
+        assert targets.tolist() == windows[i][1:].tolist()
+
+
+def test_written_in_bits_or_at_once_it_is_the_same_file(tmp_path):
+    ids, none = random_ids(10_000), np.array([], dtype=np.int64)
+    cuts = np.sort(np.random.default_rng(1).integers(0, len(ids), 20))
+    for number, parts in enumerate(([ids], np.split(ids, cuts))):
+        writer = ShardWriter(tmp_path, "train", 0, number, "uint16")
+        for part in parts:
+            writer.append(part, none, 0)
+        writer.close()
+    files = [tmp_path / f"train-00-{n:06d}" for n in (0, 1)]
+    for suffix in (".bin", ".crc"):
+        first, second = (file.with_suffix(suffix).read_bytes() for file in files)
+        assert first == second
+    content = files[0].with_suffix(".bin").read_bytes()
+    blocks = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
+    crcs = np.fromfile(files[0].with_suffix(".crc"), dtype="<u4")
+    assert crcs.tolist() == [zlib.crc32(block) for block in blocks]
+
+
+@pytest.mark.parametrize("shift", [0, 1, 7, 15])
+def test_a_shifted_grid_reads_the_split_as_a_ring(tmp_path, shift):
+    ids = random_ids(100)
+    windows = Windows(one(tmp_path, ids), "train", 16)
+    ring = np.concatenate([ids, ids])
+    for i in range(len(windows)):
+        start = i * 16 + shift
+        assert windows.window(i, shift).tolist() == ring[start : start + 17].tolist()
+
+
+@pytest.mark.parametrize("i", [-1, 6, 10**9])
+def test_a_window_that_is_not_there_is_an_index_error(tmp_path, i):
+    windows = Windows(one(tmp_path, random_ids(100)), "train", 16)
+    with pytest.raises(IndexError, match=f"window {i} of 6"):
+        windows[i]
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1, 2])
+def test_a_split_needs_one_token_more_than_the_context(tmp_path, extra):
+    folder = one(tmp_path, random_ids(32 + extra))
+    if extra >= 1:
+        assert len(Windows(folder, "train", 32)) == 1
+        return
+    with pytest.raises(ConfigError) as refused:
+        Windows(folder, "train", 32)
+    for word in ("train", str(32 + extra), "context_length=32", "33"):
+        assert word in str(refused.value)
+
+
+def test_a_split_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="the val split has 0 tokens"):
+        Windows(one(tmp_path, random_ids(100)), "val", 16)
+
+
+# What is damaged is refused
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x10
+    path.write_bytes(content)
+
+
+def read_all(folder: Path, context_length: int = 64) -> None:
+    windows = Windows(folder, "train", context_length)
+    for i in range(len(windows)):
+        windows.pair(i)
+
+
+@pytest.mark.parametrize("at", [0, 1, 4095, 4096, 8000, 12_287, 12_288, 13_999])
+def test_one_flipped_bit_is_found_when_its_window_is_read(tmp_path, at):
+    folder = one(tmp_path, random_ids(7000))
+    flip(folder / "train-00-000000.bin", at)
+    windows = Windows(folder, "train", 64)
+    block = at // BLOCK_BYTES
+    name = re.escape(str(folder / "train-00-000000.bin"))
+    with pytest.raises(DamagedData, match=f"{name}: the block at byte {block * BLOCK_BYTES}"):
+        windows[min(at // 2 // 64, len(windows) - 1)]
+    intact = (block + 2) % 4 * BLOCK_BYTES // 2 // 64 + 1
+    windows[intact]  # other blocks are still read
+
+
+def test_every_kind_of_damage_is_refused(tmp_path):
+    def damaged(name: str, change) -> str:
+        folder = one(tmp_path / name, random_ids(7000))
+        change(folder)
+        with pytest.raises(DamagedData) as refused:
+            read_all(folder)
+        assert refused.value.exit_code == 3
+        return str(refused.value)
+
+    def resize(suffix: str, by: int):
+        def change(folder: Path) -> None:
+            path = folder / f"train-00-000000{suffix}"
+            content = path.read_bytes()
+            path.write_bytes(content[:by] if by < 0 else content + b"\0" * by)
+
+        return change
+
+    assert "has 13999 bytes, 14000 were" in damaged("short", resize(".bin", -1))
+    assert "has 14002 bytes, 14000 were" in damaged("long", resize(".bin", 2))
+    assert "has 15 bytes, 16 were" in damaged("crc", resize(".crc", -1))
+    assert "checksum" in damaged("crc bit", lambda f: flip(f / "train-00-000000.crc", 3))
+    assert "is missing" in damaged("gone", lambda f: (f / "train-00-000000.bin").unlink())
+    assert "is missing" in damaged("no crc", lambda f: (f / "train-00-000000.crc").unlink())
+    assert "meta.json is damaged" in damaged(
+        "meta", lambda f: (f / "meta.json").write_text((f / "meta.json").read_text()[:-20])
+    )
+
+
+def test_a_shard_that_becomes_shorter_while_in_use_is_refused(tmp_path):
+    folder = one(tmp_path, random_ids(7000))
+    windows = Windows(folder, "train", 64)
+    windows[0]
+    with (folder / "train-00-000000.bin").open("r+b") as stream:
+        stream.truncate(9000)
+    with pytest.raises(DamagedData, match="shorter while in use"):
+        windows[100]
+
+
+@pytest.mark.parametrize("where", [0, 63, 64, 6999])
+@pytest.mark.parametrize("token", [500, 501, 65535])
+def test_an_id_outside_the_vocabulary_is_refused_by_file_and_place(tmp_path, where, token):
+    ids = random_ids(7000)
+    ids[where] = token
+    folder = one(tmp_path, ids, 500)
+    name = re.escape(str(folder / "train-00-000000.bin"))
+    with pytest.raises(DamagedData, match=f"{name}: token {where} is id {token}, .* 500 ids"):
+        read_all(folder, 6999)
+
+
+def test_a_folder_that_was_not_prepared_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no prepared data"):
+        Windows(tmp_path, "train", 8)
+
+
+# Many shards, many processes
+
+
+def test_many_shards_take_few_open_files(tmp_path):
+    count = 300
+    ids = random_ids(count * 10)
+    folder = make(tmp_path, [{"train": np.split(ids, count)}])
+    windows = Windows(folder, "train", 30)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for i in np.random.default_rng(0).permutation(len(windows)):
+        assert windows[i][0] == ids[i * 30]
+    assert len(list(Path("/proc/self/fd").iterdir())) - before <= shards.OPEN_FILES
+
+
+def test_opening_reads_no_data(tmp_path, monkeypatch):
+    folder = one(tmp_path, random_ids(7000))
+    monkeypatch.setattr(shards, "_pread", lambda *_: pytest.fail("read"))
+    Windows(folder, "train", 64)
+
+
+def test_windows_travel_to_other_processes(tmp_path):
+    windows = Windows(one(tmp_path, random_ids(1000)), "train", 16)
+    windows[0]
+    assert pickle.loads(pickle.dumps(windows))[3].tolist() == windows[3].tolist()
+
+
+def test_windows_work_in_a_torch_data_loader(tmp_path):
+    ids = random_ids(2000)
+    windows = Windows(make(tmp_path, [{"train": np.split(ids, [700])}]), "train", 16)
+    windows[0]  # a file is open before the processes start
+    loader = DataLoader(
+        windows,
+        batch_size=8,
+        num_workers=2,
+        pin_memory=torch.cuda.is_available(),
+        multiprocessing_context="fork",  # pickling, which spawn needs, is tested above
+    )
+    batches = list(loader)
+    assert batches[0].dtype == torch.int64
+    found = torch.cat(batches)
+    assert found.tolist() == [ids[i * 16 : i * 16 + 17].tolist() for i in range(len(windows))]
+
+
+# Windows cut at document starts
+
+
+def documents(folder: Path, lengths: list[int], cuts: list[int]) -> tuple[Path, np.ndarray]:
+    """Documents of these lengths, each ending in EOT, in shards cut at `cuts`."""
+    ids = random_ids(sum(lengths))
+    ends = np.cumsum(lengths)
+    ids[ends - 1] = EOT
+    begins = ends - lengths
+    edges = [0, *cuts, len(ids)]
+    parts, starts = [], []
+    for low, high in zip(edges, edges[1:], strict=False):
+        parts.append(ids[low:high])
+        starts.append(begins[(begins >= low) & (begins < high)] - low)
+    return make(folder, [{"train": parts}], starts={"train": starts}), ids
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [13, 14, 40], [100]])
+@pytest.mark.parametrize("lengths", [[5, 1, 30, 16, 17, 2, 90], [161], [1] * 161])
+def test_each_token_is_a_target_once_with_its_own_document_before_it(tmp_path, lengths, cuts):
+    folder, ids = documents(tmp_path, lengths, cuts)
+    T = 16
+    windows = Windows(folder, "train", T, "document")
+    targets_seen = []
+    ends = np.cumsum(lengths)
+    for i in range(len(windows)):
+        tokens, targets = windows.pair(i)
+        assert tokens.shape == targets.shape == (T,)
+        assert tokens[1:].tolist() == windows.window(i)[1:-1].tolist()
+        learned = targets != IGNORE_INDEX
+        n = int(learned.sum())
+        assert n > 0 and learned[:n].all()
+        targets_seen += targets[:n].tolist()
+        first = len(targets_seen) - n
+        document = int(np.searchsorted(ends, first, side="right"))
+        assert len(targets_seen) <= ends[document]  # one document only
+        begin = int(ends[document] - lengths[document])
+        assert (first - begin) % T == 0
+        assert tokens[0] == ids[first - 1]  # the separator before the document, at its beginning
+        assert n == T or len(targets_seen) == ends[document]
+    assert targets_seen == ids.tolist()
+    assert len(windows) == sum(-(-n // T) for n in lengths)
+
+
+def test_damaged_document_starts_are_refused(tmp_path):
+    folder, _ = documents(tmp_path, [50, 50, 50], [])
+    flip(folder / "train-00-000000.starts", 8)
+    Windows(folder, "train", 16)  # packed windows do not need them
+    with pytest.raises(DamagedData, match=r"\.starts fails its checksum"):
+        Windows(folder, "train", 16, "document")
+
+
+# Mixtures
+
+
+def test_a_mixtures_windows_are_those_of_its_sources_one_after_the_other(tmp_path):
+    first, second = random_ids(100, seed=1), random_ids(200, seed=2)
+    folder = make(tmp_path, [{"train": [first]}, {"train": [second]}], weights=[0.25, 0.75])
+    windows = Windows(folder, "train", 16)
+    assert windows.weights == [0.25, 0.75]
+    assert windows.n_tokens == 300
+    expected = [first[i * 16 : i * 16 + 17].tolist() for i in range(6)]
+    expected += [second[i * 16 : i * 16 + 17].tolist() for i in range(12)]
+    assert [windows[i].tolist() for i in range(len(windows))] == expected
+
+
+def test_a_source_of_a_mixture_that_is_too_short_is_named(tmp_path):
+    folder = make(tmp_path, [{"train": [random_ids(100)]}, {"train": [random_ids(9)]}])
+    with pytest.raises(ConfigError, match="source 2 of the mixture has 9 tokens"):
+        Windows(folder, "train", 16)
+
+
+# Memory
+
+
+def anonymous_kilobytes() -> tuple[int, int]:
+    """(anonymous, whole) resident memory of this process."""
+    status = Path("/proc/self/status").read_text()
+    return tuple(int(re.search(rf"{key}:\s+(\d+)", status)[1]) for key in ("RssAnon", "VmRSS"))
+
+
+@pytest.mark.faults
+def test_reading_a_gigabyte_takes_no_memory_and_little_time(tmp_path):
+    writer = ShardWriter(tmp_path, "train", 0, 0, "uint16")
+    chunk = random_ids(1 << 22, 50_000)
+    for _ in range(128):
+        writer.append(chunk, np.array([], dtype=np.int64), 0)
+    meta = Meta("x", "t", 50_000, "uint16", "f", ["tail"], [1.0], [writer.close()])
+    write_meta(tmp_path, meta)
+    windows = Windows(tmp_path, "train", 1024)
+    order = np.random.default_rng(0).integers(0, len(windows), 60_000)
+    for i in order[:1000]:
+        windows.pair(int(i))
+    before = anonymous_kilobytes()
+    began = time.perf_counter()
+    for i in order:
+        windows.pair(int(i))
+    each = (time.perf_counter() - began) / len(order)
+    after = anonymous_kilobytes()
+    print(f"{each * 1e6:.0f} us a window, memory {before} -> {after} kB")
+    assert after[0] - before[0] < 20_000
+    assert after[1] - before[1] < 20_000
+    assert each < 1e-3
