@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from data.loader import BatchLoader
 from data.shards import Windows
 from training.distributed import Ranks
+from training.folder import read_metrics
 from training.step import Setup
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -138,11 +139,10 @@ def test_two_ranks_give_one_ranks_weights_and_only_the_first_writes(
     assert (stubs / "runs").read_text() == "0\n"
     assert train_tiny(tmp_path / "one", **options) == 0
     assert same_weights(tmp_path / "one", tmp_path / "two", step=4)
-    lines = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").open()]
-    assert [(line["step"], line["attempt"]) for line in lines] == [(1, 1), (2, 1), (4, 1), (4, 1)]
-    of_one = [json.loads(line) for line in (tmp_path / "one/metrics.jsonl").open()]
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert [(line["step"], line["attempt"]) for line in two] == [(1, 1), (2, 1), (4, 1), (4, 1)]
     for name in ("loss", "val_loss", "grad_norm"):
-        assert [line.get(name) for line in lines] == [line.get(name) for line in of_one]
+        assert [line.get(name) for line in two] == [line.get(name) for line in one]
     # And what two ranks began, one goes on with, to the same bits.
     more = {**options, "max_steps": 6, "resume": "must"}
     capsys.readouterr()
