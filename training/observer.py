@@ -1,0 +1,140 @@
+"""What rank 0 does for the reader beside the log: advice, snapshots at evaluations, the report.
+
+Nothing here changes a weight or a random draw of training, and nothing that fails here stops it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.shards import read_meta
+from model.gpt import GPT
+from training.advice import Adviser
+from training.config import Config
+from training.history import METRICS, SNAPSHOTS, read_lines
+from training.logger import RunLogger
+from training.precision import Precision
+from training.report import try_report
+from training.snapshot import append_snapshot, sample_text, scored_passage
+from training.startup import Data
+
+SAMPLE_TOKENS = 120  # of the sample at each evaluation
+
+
+class Observer:
+    """Follows one run: `begin`, then `logged` for every line of the log, `evaluated`."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: GPT,
+        data: Data,
+        precision: Precision,
+        logger: RunLogger,
+        say: Callable[[str], None],
+    ) -> None:
+        self.config, self.model, self.data, self.precision = config, model, data, precision
+        self.logger, self.say = logger, say
+        self.folder = Path(config.run.out_dir)
+        self.reports = config.log.report
+        self.adviser = Adviser(config, len(data.train), data.tokenizer.vocab_size)
+        for entry in read_lines(self.folder / METRICS):  # of the attempts before
+            if "start" not in entry:
+                self.adviser.see(entry, config.run.max_steps)
+
+    def begin(self, step: int, argv: Sequence[str], world: int) -> None:
+        """Note that a process starts here, and with what."""
+        start = {
+            "command": command_line(argv, world),
+            "data": about_data(self.data),
+            "environment": about_machine(self.config, self.model, world),
+        }
+        self.logger.event(step, start=start)
+        self._advise(step, self.adviser.plan(self.config.run.max_steps))
+
+    def logged(self, entry: dict[str, Any], max_steps: int) -> None:
+        """A line of the log was written: is there something to say about it?"""
+        self._advise(entry["step"], self.adviser.see(entry, max_steps))
+
+    def note(self, step: int, text: str, **values: Any) -> None:
+        """Say something, and keep it for the report."""
+        self.say(text)
+        self.logger.event(step, note=text, **values)
+
+    def evaluated(self, step: int) -> None:
+        """Keep what the model says now, and write the report anew."""
+        if not self.reports:
+            return
+        try:
+            append_snapshot(self.folder / SNAPSHOTS, self._snapshot(step))
+        except Exception as error:  # out of memory, a full disk: training goes on
+            reason = (str(error).splitlines() or [""])[0]
+            self.say(f"note: no snapshot of step {step} ({type(error).__name__}: {reason})")
+        # A package that is missing is told of once.
+        self.reports = try_report(self.folder, self.say)
+
+    def _snapshot(self, step: int) -> dict[str, Any]:
+        prompt, tokenizer = self.config.log.sample_prompt, self.data.tokenizer
+        # Compiled, each length of the text would be compiled anew.
+        compiled = self.config.run.compile
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            seed, n = self.config.run.seed, SAMPLE_TOKENS
+            text = sample_text(self.model, tokenizer, prompt, seed=seed, tokens=n)
+            passage = scored_passage(self.model, tokenizer, self.data.val, self.precision)
+        return {
+            "step": step,
+            "attempt": self.logger.attempt,
+            "prompt": prompt,
+            "sample": text,
+            "passage": passage,
+        }
+
+    def _advise(self, step: int, found: Iterable[tuple[str, str]]) -> None:
+        for about, text in found:
+            self.note(step, f"advice: {text}", about=about)
+
+
+def command_line(argv: Sequence[str], world: int) -> str:
+    """What was typed to start this run, as far as one process can tell."""
+    launcher = f"torchrun --nproc_per_node={world}" if world > 1 else "python"
+    return f"{launcher} train.py {shlex.join(argv)}".rstrip()
+
+
+def about_data(data: Data) -> dict[str, Any]:
+    """The data in a few figures."""
+    meta = read_meta(data.folder)
+    tokens, n_bytes = meta.tokens["train"], meta.bytes["train"]
+    return {
+        "source": meta.source,
+        "tokenizer": f"{meta.tokenizer}, {meta.vocab_size:,} ids",
+        "tokens to train": tokens,
+        "tokens to validate": meta.tokens["val"],
+        "documents": sum(meta.documents.values()),
+        "bytes per token": round(n_bytes / max(1, tokens), 3),
+        "fingerprint": meta.fingerprint[:16],
+    }
+
+
+def about_machine(config: Config, model: GPT, world: int) -> dict[str, Any]:
+    """Where the run goes on, and how."""
+    device = next(model.parameters()).device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "device": f"{device.type}, {name}",
+        "ranks": world,
+        "threads of a rank": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "dtype": config.run.dtype,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "parameters": model.parameter_count(),
+    }

@@ -1,0 +1,76 @@
+"""report.html: a run to look at, one file that needs neither network nor server.
+
+`python -m tools.report` makes it from a run's folder, training after every evaluation. Several runs
+are overlaid. The blocks of the page are training/page.py's, the curves training/charts.py's;
+report.css and report.js go into the page.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from training import page
+from training.charts import Charts, draw
+from training.history import REPORT, History, read_history
+
+Say = Callable[[str], None]
+
+
+def write_report(folders: Sequence[Path], path: Path) -> Path:
+    """Write the report of these runs to `path`, as a whole or not at all; returns `path`.
+
+    Raises ConfigError if there is no run, ImportError without bokeh, OSError if not writable.
+    """
+    histories = [read_history(folder) for folder in folders]
+    text = make_page(histories, draw(histories))
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def try_report(folder: Path, say: Say) -> bool:
+    """Write a run's own report; whatever goes wrong is one line and never stops the run."""
+    try:
+        write_report([folder], folder / REPORT)
+    except ImportError:
+        say(f"note: no {REPORT} without the package bokeh: `pip install bokeh` brings it")
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        say(f"note: no {REPORT} this time ({type(error).__name__}: {reason})")
+    else:
+        return True
+    return False
+
+
+def make_page(histories: Sequence[History], charts: Charts) -> str:
+    """The whole page."""
+    only = histories[0] if len(histories) == 1 else None
+    title = " + ".join(history.name for history in histories)
+    blocks = [
+        f"<h1>{page.escape(title)}</h1>",
+        page.status(only) if only else page.comparison(histories),
+        page.tiles(only) if only else "",
+        page.curves(histories, charts),
+        page.events(histories),
+        page.samples(histories),
+        page.passage(only) if only else "",
+        page.commands(only) if only else "",
+        page.config_table(only.config) if only else page.config_differences(histories),
+        page.surroundings(only) if only else "",
+    ]
+    here = Path(__file__).parent
+    style = (here / "report.css").read_text(encoding="utf-8")
+    script = (here / "report.js").read_text(encoding="utf-8")
+    body = "\n".join(block for block in blocks if block)
+    return (
+        '<!doctype html>\n<html lang="en" data-theme="light"><head><meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{page.escape(title)}</title>\n<style>\n{style}</style>\n</head><body>\n{body}\n"
+        f"{charts.library}\n{charts.script}\n<script>\n{script}</script>\n</body></html>\n"
+    )
