@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         loader = startup.make_loader(config, data)
         checkpoints = Checkpoints(Path(config.run.out_dir, "checkpoints"), warn)
         interrupts = Interrupts(announce=ranks.first)
-        run = Run(config, setup, data, loader, state, checkpoints, interrupts, say, warn)
+        run = Run(config, setup, data, loader, state, checkpoints, interrupts, say, warn, argv)
         if run.finished and not run.evaluation_is_due:
             screen.say_finished(run)
             return 0

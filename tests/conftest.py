@@ -33,6 +33,7 @@ TINY = {
     "eval_windows": 8,
     "checkpoint_interval": 4,
     "interval": 2,
+    "report": False,
     "dtype": "float32",
     "device": "cpu",
     "threads": 1,

@@ -69,8 +69,19 @@ class RunLogger:
             "`wandb login` set it up; WANDB_MODE=offline keeps the metrics in a local folder"
         )
 
-    def log(self, step: int, **values: Any) -> None:
-        """One line of metrics.jsonl; None is left out, and inf and nan become null."""
+    def log(self, step: int, **values: Any) -> dict[str, Any]:
+        """One line of metrics.jsonl, which is returned, and wandb's; None is left out, and inf and
+        nan become null."""
+        entry = self.event(step, **values)
+        if self.wandb is not None:
+            try:
+                self.wandb.log({k: v for k, v in values.items() if v is not None}, step=step)
+            except Exception as error:
+                self._drop_wandb("failed", error)
+        return entry
+
+    def event(self, step: int, **values: Any) -> dict[str, Any]:
+        """A line of metrics.jsonl alone."""
         entry = {"step": step, "attempt": self.attempt, "time": round(time.time(), 3)}
         for name, value in values.items():
             if value is not None:
@@ -79,11 +90,7 @@ class RunLogger:
         with named_in_errors(self.path):
             self.file.write(json.dumps(entry) + "\n")
             self.file.flush()
-        if self.wandb is not None:
-            try:
-                self.wandb.log({k: v for k, v in values.items() if v is not None}, step=step)
-            except Exception as error:
-                self._drop_wandb("failed", error)
+        return entry
 
     def advance(self, step: int) -> None:
         """Move the bar, if there is one, to `step`."""

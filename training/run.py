@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from training.config import Config, to_json
 from training.evaluate import choose_windows, evaluate
 from training.hardware import model_flops_utilisation, peak_flops
 from training.logger import RunLogger
+from training.observer import Observer
 from training.schedule import lr_factor
 from training.signals import Interrupts
 from training.startup import Data, environment
@@ -41,10 +42,13 @@ class Run:
     interrupts: Interrupts
     say: Say  # nothing if the run is quiet
     warn: Say  # what is said in any case
+    argv: Sequence[str] = ()  # as typed
     logger: RunLogger | None = None  # rank 0's
+    observer: Observer | None = None  # rank 0's
     stopping: bool = False  # some rank was asked to; all know
     tokens: int = 0  # targets of all ranks since the last line of the log ...
-    seconds: float = 0.0  # ... and the time for them, without evaluation and saving
+    seconds: float = 0.0  # ... and the time for them, without evaluation and saving ...
+    waited: float = 0.0  # ... of which it waited for data
     last: StepMetrics | None = None
     peak: float | None = None  # FLOP/s of one device
 
@@ -113,6 +117,10 @@ def recording(run: Run) -> Iterator[None]:
         state.wandb_id = run.logger.start_wandb(
             run.folder, config.log.project, asdict(config), state.wandb_id
         )
+    run.observer = Observer(
+        config, run.setup.model, run.data, run.setup.precision, run.logger, run.warn
+    )
+    run.observer.begin(state.step, run.argv, run.setup.ranks.world)
     try:
         yield
     finally:
@@ -137,6 +145,7 @@ def take_step(run: Run, batches: Batches) -> None:
     setup, step = run.setup, run.state.step
     began = time.perf_counter()
     mine = list(itertools.islice(batches, len(setup.local_micro)))  # fewer when asked to stop
+    waited = time.perf_counter() - began
     counts = [count_targets(mine), int(run.interrupts.stop)]
     n_targets, stops = setup.ranks.sum_ints(counts, f"step {step + 1}, counting targets")
     if stops:
@@ -151,6 +160,7 @@ def take_step(run: Run, batches: Batches) -> None:
         shown = ", ".join(f"{window} (epoch {epoch})" for epoch, window, *_ in used[:32])
         raise NonFinite(f"{error}. Its windows: {shown}{' ...' * (len(used) > 32)}") from error
     run.seconds += time.perf_counter() - began
+    run.waited += waited
     run.tokens += run.last.tokens
     run.state.step += 1
     run.state.skipped += run.last.skipped
@@ -160,23 +170,25 @@ def take_step(run: Run, batches: Batches) -> None:
 
 def log_step(run: Run) -> None:
     """The last step's figures; tokens per second over the time trained since the last line."""
-    if run.logger is None or run.last is None or run.tokens == 0:  # all is logged already
+    if run.logger is None or run.observer is None or run.last is None or run.tokens == 0:
         return
     step, loss = run.state.step, run.last.loss
     rate = run.tokens / max(1e-9, run.seconds)
     flops = run.setup.model.flops_per_token(run.config.model.context_length)
     mfu = model_flops_utilisation(rate, flops, run.peak, run.setup.ranks.world)
-    run.logger.log(
+    entry = run.logger.log(
         step,
         loss=loss,
         lr=run.setup.optimizers.lr,
         grad_norm=run.last.grad_norm,
         tokens_per_second=rate,
         mfu=mfu,
+        data_wait=round(run.waited / max(1e-9, run.seconds), 4),
         skipped=run.state.skipped or None,
     )
     run.logger.progress(step, loss, rate, mfu)
-    run.tokens, run.seconds = 0, 0.0
+    run.observer.logged(entry, run.config.run.max_steps)
+    run.tokens, run.seconds, run.waited = 0, 0.0, 0.0
 
 
 def run_evaluation(run: Run) -> None:
@@ -201,8 +213,8 @@ def run_evaluation(run: Run) -> None:
     if not math.isfinite(found.loss):
         raise NonFinite(f"step {state.step}: validation loss {found.loss}; nothing was saved")
     best = state.record(found.loss)
-    if run.logger is not None:
-        run.logger.log(
+    if run.logger is not None and run.observer is not None:
+        entry = run.logger.log(
             state.step,
             val_loss=found.loss,
             perplexity=found.perplexity,
@@ -213,8 +225,11 @@ def run_evaluation(run: Run) -> None:
             f"{found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
             f"{' (best so far)' * best}"
         )
+        run.observer.logged(entry, config.run.max_steps)
     if best:
         save(run, best=True)
+    if run.observer is not None:
+        run.observer.evaluated(state.step)
 
 
 def share_signal(run: Run) -> None:

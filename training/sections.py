@@ -149,6 +149,7 @@ class LogConfig:
     wandb: Annotated[bool, "send the metrics to Weights & Biases too"] = False
     project: Annotated[str, "the wandb project"] = "plainGPT"
     sample_prompt: Annotated[str, "prompt of the sample at the end"] = ""
+    report: Annotated[bool, "keep snapshots and report.html, anew at every evaluation"] = True
     quiet: Annotated[bool, "no progress bar; warnings and the result only"] = False
 
     def problems(self) -> list[str]:
