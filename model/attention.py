@@ -5,7 +5,7 @@
 `reference` is that formula; `tiled` computes it without ever holding the (T, S) scores, the way
 FlashAttention does; `sdpa` is PyTorch's fused kernel. All take
 
-    q (B, H, T, D), k and v (B, H_kv, S, D)  ->  (B, H, T, D), weights (B, H, T, S) or None
+    q (B, H, T, D), k and v (B, H_kv, S, D)  ->  out (B, H, T, D), weights (B, H, T, S) or None
 
 where H is a multiple of H_kv: each key/value head serves H / H_kv query heads (grouped-query
 attention, Ainslie et al. 2023). The T queries are the last T of S positions: query t stands at
@@ -51,6 +51,8 @@ def reference_attention(
 
     Scores are divided by sqrt(D) because a dot product of D unit-variance terms has variance D;
     undivided, softmax would saturate and its gradient vanish as heads get wider.
+
+    The weights returned are those before dropout. Raises ValueError for shapes that do not fit.
     """
     T, S, D = _check(q, k, v, causal)
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
@@ -72,11 +74,12 @@ def tiled_attention(
     return_weights: bool = False,
     tile: int = 64,
 ) -> tuple[Tensor, None]:
-    """The same in O(tile^2) memory per head: FlashAttention's online softmax (Dao et al. 2022).
+    """The same with tile^2 scores at a time: FlashAttention's online softmax (Dao et al. 2022).
 
     softmax needs the largest score and the sum of exponentials of a whole row. Both can be kept up
     while key tiles come in one by one: when a larger score appears, what was summed so far is
-    rescaled by exp(old maximum - new maximum).
+    rescaled by exp(old maximum - new maximum). (To be read and tested: autograd keeps every tile
+    for backward, where FlashAttention computes it again.)
 
     Raises ValueError for return_weights: the weights never exist as a whole.
     """
@@ -126,16 +129,16 @@ def sdpa_attention(
     if return_weights:
         raise ValueError("sdpa does not return weights; use the reference backend")
     # PyTorch's is_causal aligns query 0 with key 0, which is wrong for T < S (a KV cache): then the
-    # mask is given. A single query sees every key and needs none.
-    mask = ~future_mask(T, S, q.device) if causal and 1 < T < S else None
+    # mask is given, True where a key is seen. A single query sees every key and needs none.
+    mask = ~future_mask(T, S, q.device) if causal and T < S and T > 1 else None
     out = F.scaled_dot_product_attention(
         q,
         k,
         v,
         attn_mask=mask,
         dropout_p=dropout_p,
-        is_causal=causal and T == S and T > 1,
-        enable_gqa=q.shape[1] != k.shape[1],
+        is_causal=bool(causal and T == S),  # bool(): to a tracer sizes are tensors
+        enable_gqa=bool(q.shape[1] != k.shape[1]),
     )
     return out, None
 

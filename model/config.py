@@ -44,9 +44,9 @@ class ModelConfig:
         if not 0.0 <= self.dropout < 1.0:
             found.append(f"model.dropout={self.dropout}: must be in [0, 1)")
         for name in ("norm_eps", "rope_theta"):
-            if getattr(self, name) <= 0:
+            if not 0.0 < getattr(self, name) < float("inf"):
                 found.append(f"model.{name}={getattr(self, name)}: must be above 0")
-        if self.rope_factor < 1:
+        if not 1.0 <= self.rope_factor < float("inf"):
             found.append(f"model.rope_factor={self.rope_factor}: must be at least 1")
         return found or self._shape_problems()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.cache import KVCache
-from model.gpt import GPT
+from model.gpt import GPT, inference
 from model.sampling import SamplingConfig
 
 
@@ -23,8 +23,8 @@ def next_distribution(logits: Tensor, settings: SamplingConfig, seen: Tensor | N
     # Subtracting the maximum first keeps a tiny temperature from overflowing.
     logits = (logits - logits.amax(-1, keepdim=True)) / settings.temperature
     if 0 < settings.top_k < logits.shape[-1]:
-        smallest_kept = logits.topk(settings.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
+        kept = logits.topk(settings.top_k).indices  # k of them, whatever is equally likely
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
     if settings.top_p < 1.0:
         ranked, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
         # An id stays if those likelier than it do not reach top_p yet: so one always stays.
@@ -56,18 +56,6 @@ def _penalised(logits: Tensor, settings: SamplingConfig, seen: Tensor | None) ->
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def window_start(start: int, length: int, context_length: int) -> int:
-    """Where the window begins that is encoded for a text of `length` tokens.
-
-    It stays at `start` until the window would exceed the context; then the last half of the context
-    is kept, and encoded again from position 0. (Dropping the oldest keys from a full cache is not
-    what a fresh forward computes: the keys kept have looked at those dropped.)
-    """
-    if length - start <= context_length:
-        return start
-    return length - max(1, context_length // 2)
-
-
 def generate(
     model: GPT,
     prompt: Tensor,
@@ -87,50 +75,53 @@ def generate(
         never drawn.
     use_cache: False computes every step from scratch: the same ids, slower; for tests.
 
+    When the window would exceed the context, the last half of the context is kept and encoded again
+    from position 0. (Dropping the oldest keys from a full cache is not what a fresh forward of the
+    rest computes: the keys that stay have looked at those dropped.)
+
     Dropout is off while an id is computed; the model's mode is restored before each yield.
-    Raises ValueError for an empty or ragged prompt.
+    Raises ValueError for settings with problems and for a prompt that is empty or not (B, P).
     """
+    if problems := settings.problems():
+        raise ValueError("\n".join(problems))
     if prompt.dim() != 2 or prompt.shape[1] < 1:
         raise ValueError(f"prompt: shape {tuple(prompt.shape)}; expected (B, P) with P >= 1")
     context = model.config.context_length
-    tokens = prompt[:, -context:]
+    window = prompt[:, -context:]
     # No more than can be used: a pretrained model's whole context may take tens of GB.
-    capacity = min(context, tokens.shape[1] + settings.max_new_tokens)
+    capacity = min(context, window.shape[1] + settings.max_new_tokens)
     cache = KVCache(model.config.n_layers, capacity) if use_cache else None
     seen = _seen(prompt, model.config.vocab_size) if settings.repetition_penalty != 1.0 else None
     stopped = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
-    start = 0
     for _ in range(settings.max_new_tokens):
-        moved = window_start(start, tokens.shape[1], context)
-        if cache is not None and moved != start:
-            cache.clear()
-        start = moved
-        logits = _last_logits(model, tokens[:, start:], cache)  # (B, V)
-        logits[:, n_ids:] = -torch.inf if n_ids is not None else logits[:, n_ids:]
+        if window.shape[1] > context:
+            window = window[:, -max(1, context // 2) :]
+            if cache is not None:
+                cache.clear()
+        logits = _last_logits(model, window, cache)  # (B, V)
+        if n_ids is not None:
+            logits[:, n_ids:] = -torch.inf
         ids = sample_next(logits, settings, rng, seen)
         if stop_id is not None:
             ids = torch.where(stopped, stop_id, ids)
             stopped |= ids == stop_id
         if seen is not None:
             seen.scatter_(1, ids[:, None], True)
-        tokens = torch.cat((tokens, ids[:, None]), dim=1)
+        window = torch.cat((window, ids[:, None]), dim=1)
         yield ids
         if stop_id is not None and bool(stopped.all()):
             return
 
 
 def _seen(prompt: Tensor, vocab_size: int) -> Tensor:
+    """(B, V) bool: which ids each row of the prompt has."""
     seen = torch.zeros(prompt.shape[0], vocab_size, dtype=torch.bool, device=prompt.device)
     return seen.scatter_(1, prompt, True)
 
 
-@torch.no_grad()
 def _last_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tensor:
     """Logits after the window's last token, (B, V); with a cache only what is new is computed."""
-    training = model.training
-    model.eval()
-    try:
-        new = window if cache is None else window[:, cache.length :]
-        return model(new, cache=cache, last_only=True)[:, -1].clone()
-    finally:
-        model.train(training)
+    new = window if cache is None else window[:, cache.length :]
+    with inference(model):
+        # Not model(...): a compiled model would be compiled anew for every length.
+        return model.forward(new, cache=cache, last_only=True)[:, -1]

@@ -7,6 +7,8 @@ H query heads   D width of a head   M width of the MLP   V vocabulary   L layers
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import ATTENTION, CausalSelfAttention, Rotation
 from model.cache import KVCache
 from model.config import ModelConfig
+from model.cpu import CrossEntropyFunction, trains_on_cpu
 from model.layers import MLPS, NORMS
 from model.rope import Rope
 
@@ -45,10 +48,15 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole decoder. `config` must be resolved (`ModelConfig.resolved`)."""
+    """The whole decoder. `config` must be resolved (`ModelConfig.resolved`), else ValueError.
+
+    attention: which of `ATTENTION` the layers use.
+    """
 
     def __init__(self, config: ModelConfig, attention: str = "sdpa") -> None:
         super().__init__()
+        if None in (config.n_kv_heads, config.d_head, config.d_mlp, config.vocab_size):
+            raise ValueError(f"GPT needs a resolved config (ModelConfig.resolved): {config}")
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.rope = Rope(config) if config.position == "rope" else None
@@ -81,7 +89,7 @@ class GPT(nn.Module):
         targets: (B, T) ids, the tokens one further on; IGNORE_INDEX where none counts.
         reduction: "mean" over the targets that count, their "sum", or "none": (B, T), 0 where
             ignored.
-        last_only: compute the logits of the last position alone, (B, 1, V).
+        last_only: without targets, compute the logits of the last position alone, (B, 1, V).
 
         Returns logits (B, T, V) or a loss in nats.
         Raises ValueError for a window longer than the context.
@@ -120,26 +128,31 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Draw all weights from `seed` alone, in the order of their names, on the CPU.
+        """Draw all weights from `seed` alone, one parameter after the other, on the CPU.
 
         Projections into the residual stream start at 0, so that each block starts as the identity
         and depth does not change the scale; other matrices have std 0.5 / sqrt(fan in). The head is
         small, so that the first loss is ln V.
         """
         rng = torch.Generator().manual_seed(seed)
-        C = self.config.d_model
         for name, p in self.named_parameters():
             if name.endswith("bias") or name.endswith(("o_proj.weight", "down_proj.weight")):
                 p.zero_()
             elif p.dim() == 1:
                 p.fill_(1.0)
             else:
-                std = 0.5 / math.sqrt(p.shape[1])
-                if name == "head.weight" or self.head is None and name == "embed.weight":
-                    std = 0.2 / math.sqrt(C)
-                elif name in ("embed.weight", "positions.weight"):
-                    std = 1.0 if self.head is not None else 0.2 / math.sqrt(C)
-                p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=rng))
+                p.copy_(torch.empty(p.shape).normal_(0.0, self._first_std(name, p), generator=rng))
+
+    def _first_std(self, name: str, p: Tensor) -> float:
+        C, V = self.config.d_model, self.config.vocab_size
+        if name not in ("embed.weight", "positions.weight", "head.weight"):
+            return 0.5 / math.sqrt(p.shape[1])
+        if self.head is not None:
+            return 0.2 / math.sqrt(C) if name == "head.weight" else 1.0
+        # A tied head gives each token itself as the likeliest next one: after the last norm, which
+        # makes its embedding sqrt(C) long, with a logit of about std * C. The loss is above ln V
+        # by e^logit / V for that and by logit^2 / 2C for the spread of the others: by 0.1 together.
+        return min(max(0.5, math.log(V) - 3.0), 0.3 * math.sqrt(C)) / C
 
     def parameter_count(self) -> int:
         """Parameters, each counted once (a tied head is the embedding)."""
@@ -156,6 +169,18 @@ class GPT(nn.Module):
         matrices = sum(p.numel() for p in self.layers.parameters() if p.dim() == 2)
         matrices += config.vocab_size * config.d_model
         return 6 * matrices + 12 * config.n_layers * config.n_heads * config.d_head * T
+
+
+@contextmanager
+def inference(model: GPT) -> Iterator[None]:
+    """No gradients and no dropout inside; the model's mode is restored at the end."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
 
 
 def cross_entropy(x: Tensor, head: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
@@ -185,5 +210,9 @@ def cross_entropy(x: Tensor, head: Tensor, targets: Tensor, reduction: Reduction
 
 
 def _chunk_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """x (N, C), head (V, C), targets (N,) -> (N,), 0 where ignored."""
     logits = F.linear(x, head)  # (N, V)
-    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # from float16, bfloat16
+    if trains_on_cpu(logits):
+        return CrossEntropyFunction.apply(logits, targets, IGNORE_INDEX)
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")

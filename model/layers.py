@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.cpu import RMSNormFunction, trains_on_cpu
 
 
 class RMSNorm(nn.Module):
@@ -18,6 +19,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        if trains_on_cpu(x) and x.dtype == self.weight.dtype:
+            return RMSNormFunction.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 

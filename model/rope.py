@@ -11,11 +11,13 @@ the projections' rows; halves let checkpoints move between here and there as the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.cpu import RotationFunction, trains_on_cpu
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
@@ -40,6 +42,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     x: (B, H, T, D); cos, sin: (T, D/2), float32. Returns (B, H, T, D) in x's dtype.
     """
+    if trains_on_cpu(x) and x.dtype == cos.dtype:
+        return RotationFunction.apply(x, cos, sin)
     x1, x2 = x.chunk(2, dim=-1)  # (B, H, T, D/2) each
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
 
@@ -65,7 +69,8 @@ class Rope(nn.Module):
         self.register_buffer("cos", angles.cos().float().to(device), persistent=False)
         self.register_buffer("sin", angles.sin().float().to(device), persistent=False)
 
-    def _apply(self, fn, recurse=True):  # .to(), .bfloat16(), .cuda(): follow the device only
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rope:
+        """What .to(), .cuda() and .bfloat16() call: follow to the device, not to the dtype."""
         super()._apply(fn, recurse)
         self._build(self.cos.device)
         return self

@@ -20,16 +20,18 @@ class SamplingConfig:
     def problems(self) -> list[str]:
         """Everything wrong with these values, in plain words."""
         found = []
-        if not 0.0 <= self.temperature < float("inf"):
-            found.append(f"temperature={self.temperature}: must be 0 (greedy) or above")
+        # The bounds of temperature and penalty keep float32's division from overflowing.
+        if self.temperature != 0.0 and not 1e-6 <= self.temperature <= 1e6:
+            found.append(f"temperature={self.temperature}: must be 0 (greedy) or in [1e-6, 1e6]")
         if self.top_k < 0:
             found.append(f"top_k={self.top_k}: must be 0 (off) or above")
         if not 0.0 < self.top_p <= 1.0:
             found.append(f"top_p={self.top_p}: must be in (0, 1]; 1 is off")
         if not 0.0 <= self.min_p <= 1.0:
             found.append(f"min_p={self.min_p}: must be in [0, 1]; 0 is off")
-        if not 0.0 < self.repetition_penalty < float("inf"):
-            found.append(f"repetition_penalty={self.repetition_penalty}: must be above 0; 1 is off")
+        if not 0.01 <= self.repetition_penalty <= 100.0:
+            penalty = self.repetition_penalty
+            found.append(f"repetition_penalty={penalty}: must be in [0.01, 100]; 1 is off")
         if self.max_new_tokens < 1:
             found.append(f"max_new_tokens={self.max_new_tokens}: must be at least 1")
         return found

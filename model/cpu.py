@@ -1,0 +1,90 @@
+"""Backward passes written by hand, for training on a CPU. The formulas are in layers.py, rope.py
+and gpt.py; tests hold these to autograd. Nothing here is needed to understand the model.
+
+Run one operation at a time, a norm, a rotation or a loss is bound by memory: each operation reads
+and writes everything again. Written by hand, forward and backward need fewer passes. (On GPUs
+PyTorch has fused kernels for most of it, and a compiler fuses by itself.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+
+def trains_on_cpu(x: Tensor) -> bool:
+    """Whether x is on the way to a gradient, computed an operation at a time on a CPU.
+
+    Compilers, exporters and tracers are given the plain formulas.
+    """
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return x.is_cpu and x.requires_grad and not traced
+
+
+class RMSNormFunction(Function):
+    """y = x s w with s = 1 / sqrt(mean(x^2) + eps), over the last dimension: x (..., C), w (C,)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (..., 1), in one pass
+        scale = torch.rsqrt(norm * norm / x.shape[-1] + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """dx = s (g w - x s mean(g w x s)) and dw = sum(g x s), g being the gradient of y.
+
+        LayerNorm's backward, which PyTorch has fused, is the same with x - mean for x, and takes
+        s mean(g w) off dx. So it is called with a mean of 0, and that term is put back.
+        """
+        x, weight, scale = ctx.saved_tensors
+        dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None, [True, True, False]
+        )
+        mean = (grad @ weight).unsqueeze(-1) / x.shape[-1]  # (..., 1)
+        return dx.add_(scale * mean), dweight, None
+
+
+class RotationFunction(Function):
+    """`apply_rope` without its temporaries. A rotation's gradient is rotated back by the angle."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, -1), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """x (B, H, T, D) turned by sign times the angle whose cos and sin, (T, D/2), are given."""
+    out = torch.empty_like(x)
+    (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-sign)
+    torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=sign)
+    return out
+
+
+class CrossEntropyFunction(Function):
+    """-log softmax(logits)[target], 0 where the target is `ignored`: (N, V), (N,) -> (N,)."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        counts = targets != ignored
+        index = targets.where(counts, 0)[:, None]  # (N, 1)
+        log_p = torch.log_softmax(logits, dim=-1)  # (N, V)
+        ctx.save_for_backward(log_p, index, counts)
+        return -log_p.gather(1, index)[:, 0] * counts
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        """(softmax - one-hot) times the gradient, written over log_p, which has done its work."""
+        log_p, index, counts = ctx.saved_tensors
+        grad = (grad * counts)[:, None]  # (N, 1)
+        dlogits = log_p.exp_().mul_(grad)
+        return dlogits.scatter_add_(1, index, -grad), None, None
