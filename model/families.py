@@ -188,16 +188,18 @@ FITS: dict[str, dict[str, Any]] = {
 def family_of(config: ModelConfig) -> str:
     """The family that a (resolved) model fits: gpt2, llama or qwen3.
 
-    Raises FolderError naming what keeps it from the nearest one.
+    Raises FolderError naming what keeps it from the nearest.
     """
     misfits = {family: _misfits(config, family) for family in FITS}
-    nearest = min(misfits, key=lambda family: len(misfits[family]))
-    if misfits[nearest]:
+    least = min(map(len, misfits.values()))
+    nearest = [family for family in FITS if len(misfits[family]) == least]
+    if least:
+        ways = ", or ".join(" and ".join(misfits[family]) for family in nearest)
         raise FolderError(
-            f"{'; '.join(misfits[nearest])}: no Hugging Face class has that (the nearest is "
-            f"{ARCHITECTURES[nearest]}); export it with --format=onnx, torchscript or torch_export"
+            f"no Hugging Face class has all of this model: {ways}; "
+            "export it with --format=onnx, torchscript or torch_export"
         )
-    return nearest
+    return nearest[0]
 
 
 def _misfits(config: ModelConfig, family: str) -> list[str]:

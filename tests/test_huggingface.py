@@ -1,0 +1,525 @@
+"""Hugging Face folders in and out, held to what transformers itself computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from data.options import ConfigError
+from data.tokenizer import load_tokenizer
+from model import huggingface
+from model.cache import KVCache
+from model.config import ModelConfig
+from model.families import FolderError, family_of, from_huggingface, to_huggingface
+from model.generate import generate
+from model.gpt import GPT
+from model.huggingface import DamagedFolder, own_names, read_folder, write_folder
+from model.sampling import SamplingConfig
+from training.checkpoint import load_model_tensors
+from training.config import Config, from_json
+from training.folder import read_metrics
+from training.weights import find_weights, inherit_model, load_first_weights, load_for_sampling
+
+V, CONTEXT = 211, 256
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500000.0,
+}
+
+
+def family_configs() -> dict[str, object]:
+    """A transformers config of each kind, tiny."""
+    from transformers import GPT2Config, LlamaConfig, Qwen3Config
+
+    shape = {
+        "vocab_size": V,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    gpt2 = {"vocab_size": V, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+    gpt2 |= {"bos_token_id": None, "eos_token_id": None}
+    biases = {"attention_bias": True, "mlp_bias": True}
+    return {
+        "gpt2": GPT2Config(**gpt2),
+        "gpt2-untied": GPT2Config(**gpt2, n_inner=100, tie_word_embeddings=False),
+        "llama-gqa": LlamaConfig(**shape, num_key_value_heads=2),
+        "llama3": LlamaConfig(**shape, rope_parameters=LLAMA3, tie_word_embeddings=True),
+        "llama-bias": LlamaConfig(**shape, **biases, head_dim=16, rms_norm_eps=1e-5),
+        "qwen3": Qwen3Config(**shape, num_key_value_heads=1, head_dim=32),
+    }
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """{kind: (model of transformers with large weights, its folder)}."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    found = {}
+    for kind, config in family_configs().items():
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for p in model.parameters():
+                # Three times what keeps the variance: attention is sharp, every mistake shows.
+                p.add_(torch.randn_like(p) * (3 / p.shape[-1] ** 0.5 if p.dim() == 2 else 0.5))
+        folder = tmp_path_factory.mktemp(kind)
+        model.save_pretrained(folder)
+        found[kind] = model, folder
+    return found
+
+
+def ours(folder: Path) -> GPT:
+    config, tensors = read_folder(folder)
+    model = GPT(config)
+    load_model_tensors(model, tensors, str(folder))
+    return model.eval()
+
+
+KINDS = ["gpt2", "gpt2-untied", "llama-gqa", "llama3", "llama-bias", "qwen3"]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+# In and out
+
+
+@each_kind
+@torch.no_grad()
+def test_logits_are_those_of_transformers_at_every_position(theirs, kind):
+    model, folder = theirs[kind]
+    tokens = torch.randint(V, (2, CONTEXT), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens).logits
+    scale = max(1.0, float(expected.abs().max()))
+    assert scale > 5  # large enough to tell
+    assert float((ours(folder)(tokens) - expected).abs().max()) <= 1e-4 * scale
+
+
+@each_kind
+def test_a_model_there_and_back_keeps_every_bit(theirs, kind, tmp_path):
+    _, folder = theirs[kind]
+    config, tensors = read_folder(folder)
+    write_folder(tmp_path, config, tensors, bos=None, eos=None, n_ids=V)
+    there = safetensors.torch.load_file(folder / "model.safetensors")
+    back = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert there.keys() == back.keys()  # so a tied head is left out, an untied one is there
+    assert all(torch.equal(there[name], back[name]) for name in there)
+    assert read_folder(tmp_path)[0] == config
+
+
+@each_kind
+def test_what_is_written_is_the_model_to_transformers(theirs, kind, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model, folder = theirs[kind]
+    config, tensors = read_folder(folder)
+    write_folder(tmp_path, config, tensors, bos=3, eos=4, n_ids=V)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is type(model)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert loaded.config.tie_word_embeddings == model.config.tie_word_embeddings
+    assert (loaded.generation_config.bos_token_id, loaded.generation_config.eos_token_id) == (3, 4)
+    same = {"bos_token_id", "eos_token_id", "resid_pdrop", "embd_pdrop", "attn_pdrop", "n_inner"}
+    same |= {"_name_or_path", "transformers_version", "initializer_range"}
+    for name, value in model.config.to_dict().items():
+        if name not in same:
+            assert loaded.config.to_dict()[name] == value, name
+
+
+@each_kind
+def test_greedy_continuations_are_the_same(theirs, kind):
+    model, folder = theirs[kind]
+    prompt = torch.randint(V, (2, 9), generator=torch.Generator().manual_seed(2))
+    expected = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=64, do_sample=False
+    )
+    settings = SamplingConfig(temperature=0.0, max_new_tokens=64)
+    found = torch.stack(list(generate(ours(folder), prompt, settings, torch.Generator())), dim=1)
+    assert torch.equal(found, expected[:, 9:])
+
+
+# How the files may be
+
+
+def rewritten(folder: Path, tmp_path: Path, change) -> Path:
+    """A copy of the folder whose tensors are change(tensors)."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    tensors = change(safetensors.torch.load_file(copy / "model.safetensors"))
+    safetensors.torch.save_file(tensors, copy / "model.safetensors")
+    return copy
+
+
+def same_model(a: Path, b: Path) -> bool:
+    (config_a, tensors_a), (config_b, tensors_b) = read_folder(a), read_folder(b)
+    same = all(torch.equal(tensors_a[name], tensors_b[name]) for name in tensors_a)
+    return same and config_a == config_b and tensors_a.keys() == tensors_b.keys()
+
+
+def test_buffers_of_old_files_are_ignored_and_the_prefix_may_be_missing(theirs, tmp_path):
+    folder = theirs["gpt2"][1]
+
+    def old(tensors):
+        tensors = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+        for i in range(2):
+            tensors[f"h.{i}.attn.bias"] = torch.ones(1, 1, CONTEXT, CONTEXT).tril()
+            tensors[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+        return tensors
+
+    assert same_model(rewritten(folder, tmp_path, old), folder)
+
+
+def test_a_head_that_is_stored_although_tied_must_be_the_embedding(theirs, tmp_path):
+    folder = theirs["gpt2"][1]
+    name = "transformer.wte.weight"
+    twice = rewritten(folder, tmp_path, lambda t: {**t, "lm_head.weight": t[name].clone()})
+    assert same_model(twice, folder)
+    shutil.rmtree(twice)
+    other = rewritten(folder, tmp_path, lambda t: {**t, "lm_head.weight": t[name] + 1})
+    with pytest.raises(FolderError, match=r"tie_word_embeddings=true, but lm_head\.weight"):
+        read_folder(other)
+
+
+def test_several_files_are_read_by_their_index(theirs, tmp_path):
+    model, folder = theirs["llama-gqa"]
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert same_model(tmp_path, folder)
+
+
+def test_half_precision_is_read_exactly(theirs, tmp_path):
+    folder = theirs["qwen3"][1]
+    half = rewritten(folder, tmp_path, lambda t: {n: x.bfloat16() for n, x in t.items()})
+    tensors = read_folder(half)[1]
+    for name, tensor in read_folder(folder)[1].items():
+        assert tensors[name].dtype == torch.float32
+        assert torch.equal(tensors[name], tensor.bfloat16().float())
+
+
+def test_old_and_new_spellings_of_rope_mean_the_same(theirs):
+    found = json.loads((theirs["llama3"][1] / "config.json").read_text())
+    old = {name: value for name, value in found.items() if name != "rope_parameters"}
+    old |= {"rope_theta": 500000.0, "rope_scaling": {**LLAMA3, "type": "llama3"}}
+    del old["rope_scaling"]["rope_theta"], old["rope_scaling"]["rope_type"]
+    assert from_huggingface(old) == from_huggingface(found)
+    assert from_huggingface(found).rope_scaling == "llama3"
+    assert from_huggingface(found).rope_theta == 500000.0
+    written = to_huggingface(from_huggingface(found).resolved(V), bos=None, eos=None)
+    for names in (["rope_parameters"], ["rope_scaling", "rope_theta"]):  # each alone is enough
+        left = {name: value for name, value in written.items() if name not in names}
+        assert from_huggingface(left) == from_huggingface(found)
+
+
+# What is refused, by name, with no weights to be read
+
+
+REFUSED = [
+    ("llama-gqa", {"model_type": "mixtral"}, "model_type=mixtral"),
+    ("llama-gqa", {"model_type": "qwen2"}, "model_type=qwen2"),
+    ("llama-gqa", {"attention_bias": True}, "attention_bias"),
+    ("llama-gqa", {"mlp_bias": True}, "mlp_bias"),
+    ("llama-gqa", {"hidden_act": "gelu"}, "hidden_act=gelu"),
+    ("llama-gqa", {"pretraining_tp": 2}, "pretraining_tp=2"),
+    ("llama-gqa", {"sliding_window": 128}, "sliding_window=128"),
+    ("llama-gqa", {"num_local_experts": 8}, "num_local_experts=8"),
+    ("llama-gqa", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("llama-gqa", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
+    ("llama-gqa", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+    ("llama-gqa", {"rope_parameters": {"full": {"rope_type": "default"}}}, "rope_parameters"),
+    ("llama-gqa", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("llama3", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor=2.0"),
+    ("llama3", {"rope_parameters": {**LLAMA3, "high_freq_factor": 8.0}}, "high_freq_factor=8.0"),
+    ("llama-gqa", {"hidden_size": "wide"}, "ValueError"),
+    ("llama-gqa", {"num_key_value_heads": 3}, "n_kv_heads=3"),
+    ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+    ("gpt2", {"activation_function": "gelu"}, "activation_function=gelu"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+    ("gpt2", {"n_head": 5}, "n_head=5"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "named"), REFUSED)
+def test_a_feature_that_the_model_lacks_is_refused_by_name(theirs, tmp_path, kind, change, named):
+    found = json.loads((theirs[kind][1] / "config.json").read_text())
+    if "rope_scaling" in change:
+        found.pop("rope_parameters")
+    (tmp_path / "config.json").write_text(json.dumps(found | change))
+    with pytest.raises(FolderError) as raised:
+        read_folder(tmp_path)  # there is no file of weights
+    assert raised.value.exit_code == 2
+    assert len(raised.value.problems) == 1
+    assert named in str(raised.value) and str(tmp_path) in str(raised.value)
+
+
+def test_all_refusals_come_at_once(theirs):
+    found = json.loads((theirs["llama-gqa"][1] / "config.json").read_text())
+    with pytest.raises(FolderError) as raised:
+        from_huggingface(found | {"hidden_act": "relu", "attention_bias": True, "head_dim": 7})
+    assert len(raised.value.problems) == 2
+
+
+def test_tensors_that_do_not_fit_are_named(theirs, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    changes = {
+        f"no tensor {name}": lambda t: {n: x for n, x in t.items() if n != name},
+        "no tensor lm_head.weight": lambda t: {n: x for n, x in t.items() if n != "lm_head.weight"},
+        "no use": lambda t: {**t, "model.layers.0.self_attn.q_norm.weight": torch.ones(12)},
+        "I8": lambda t: {**t, name: torch.zeros(80, 48, dtype=torch.int8)},
+    }
+    for said, change in changes.items():
+        folder = rewritten(theirs["llama-gqa"][1], tmp_path, change)
+        with pytest.raises(FolderError, match=said):
+            read_folder(folder)
+        shutil.rmtree(folder)
+    folder = rewritten(theirs["llama-gqa"][1], tmp_path, lambda t: {**t, name: t[name][:-1]})
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        load_for_sampling(folder, "", torch.device("cpu"))
+
+
+def test_damaged_weights_are_told_as_damage(theirs, tmp_path):
+    folder = Path(shutil.copytree(theirs["gpt2"][1], tmp_path / "copy"))
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(DamagedFolder, match="cannot be read") as raised:
+        read_folder(folder)
+    assert raised.value.exit_code == 3
+    (folder / huggingface.INDEX).write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}}))
+    with pytest.raises(DamagedFolder, match=r"\.\./x\.safetensors"):
+        read_folder(folder)
+
+
+def test_pickled_weights_are_never_opened(theirs, tmp_path):
+    shutil.copy(theirs["gpt2"][1] / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    with pytest.raises(FolderError, match=r"pytorch_model\.bin, which is never unpickled"):
+        read_folder(tmp_path)
+    assert not Path("pwned").exists()
+
+
+# Which models fit which class
+
+
+FITTING = {
+    "qwen3": ModelConfig(),
+    "llama": ModelConfig(qk_norm=False, bias=True),
+    "gpt2": ModelConfig(
+        norm="layer", mlp="gelu", position="learned", qk_norm=False, bias=True, tie_embeddings=True
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FITTING)
+def test_the_class_follows_from_the_model(family):
+    assert family_of(FITTING[family].resolved(V)) == family
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "blamed"),
+    [
+        ("qwen3", {"mlp": "relu2"}, "model.mlp=relu2"),
+        ("qwen3", {"bias": True}, "model.bias=true"),
+        ("qwen3", {"norm": "layer"}, "model.norm=layer"),
+        ("qwen3", {"position": "learned"}, "model.position=learned"),
+        ("llama", {"d_model": 126, "d_head": 32}, "model.d_model=126"),
+        ("gpt2", {"n_kv_heads": 2}, "model.n_kv_heads=2"),
+        ("gpt2", {"d_head": 16}, "model.d_head=16"),
+        ("gpt2", {"bias": False}, "model.bias=false"),
+    ],
+)
+def test_what_fits_no_class_is_refused_with_the_option_to_blame(family, change, blamed):
+    config = replace(FITTING[family], **change).resolved(V)
+    with pytest.raises(FolderError) as raised:
+        to_huggingface(config, bos=None, eos=None)
+    assert f"{blamed} where {family} has" in str(raised.value)
+
+
+@pytest.mark.parametrize("family", FITTING)
+def test_names_come_from_the_model_itself(family):
+    config = FITTING[family].resolved(V)
+    assert own_names(config) == [name for name, _ in GPT(config).named_parameters()]
+
+
+def test_written_files_can_be_read_by_others(tmp_path):
+    config = FITTING["qwen3"].resolved(V)
+    before = os.umask(0o022)
+    try:
+        write_folder(
+            tmp_path, config, dict(GPT(config).named_parameters()), bos=None, eos=0, n_ids=V
+        )
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
+
+
+# A run that starts from a folder
+
+
+def asked(folder: Path, **model) -> Config:
+    config = Config(model=ModelConfig(**model))
+    return replace(config, run=replace(config.run, init_from=str(folder)))
+
+
+def test_a_run_takes_the_shape_the_tokenizer_and_a_context_as_asked(theirs):
+    folder = theirs["gpt2"][1]
+    said = []
+    config = inherit_model(asked(folder, context_length=32, dropout=0.1), said.append)
+    assert config.model == replace(read_folder(folder)[0], context_length=32, dropout=0.1)
+    assert config.data.tokenizer == f"hf:{folder}"
+    assert "context 32 of the 256" in said[0] and "d_model=48" in said[-1]
+    explicit = replace(asked(folder), data=replace(Config().data, tokenizer="byte"))
+    assert inherit_model(explicit, said.append).data.tokenizer == "byte"
+
+
+def test_options_that_contradict_the_weights_are_refused(theirs):
+    folder = theirs["llama-gqa"][1]
+    with pytest.raises(ConfigError) as raised:
+        inherit_model(asked(folder, n_layers=3, context_length=512, bias=True), print)
+    text = str(raised.value)
+    for said in ("model.n_layers=3", "have 2", "model.context_length=512", "model.bias=True"):
+        assert said in text
+    assert "qk_norm" not in text  # it was left at its default
+
+
+def test_a_hugging_face_folder_has_no_steps(theirs):
+    with pytest.raises(ConfigError, match="which=7"):
+        find_weights(theirs["gpt2"][1], "7")
+
+
+def test_a_hub_name_without_a_network_is_one_line(monkeypatch):
+    import huggingface_hub
+
+    def no_network(name, **_):
+        raise ConnectionError(f"no route to {name}\nand a long story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
+    with pytest.raises(ConfigError, match="some/model: there is no such folder") as raised:
+        find_weights("some/model")
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_hub_name_is_fetched_once_and_then_a_folder(theirs, monkeypatch):
+    import huggingface_hub
+
+    folder, calls = theirs["qwen3"][1], []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **_: calls.append(name) or str(folder)
+    )
+    assert find_weights("some/model").config == read_folder(folder)[0]
+    assert calls == ["some/model"]
+
+
+# Fine-tuning is training
+
+
+@pytest.fixture
+def pretrained(trained, tmp_path, command) -> Path:
+    """The tiny run as a Hugging Face folder: from there on anybody's."""
+    import tools.export
+
+    assert command(tools.export.main, trained, f"--out={tmp_path / 'pretrained'}")[0] == 0
+    return tmp_path / "pretrained"
+
+
+def fine_tune(pretrained: Path, tiny_folder: Path, **options) -> list[str]:
+    config = pretrained.parent / "tune.py"
+    config.write_text("from training.config import Config\nconfig = Config()\n")
+    options = {
+        "init_from": pretrained,
+        "out_dir": pretrained.parent / "tuned",
+        "source": tiny_folder / "text.txt",
+        "prepared_dir": pretrained.parent / "prepared",
+        "split": "tail",
+        "val_fraction": 0.2,
+        "global_batch": 4,
+        "max_steps": 3,
+        "eval_interval": 3,
+        "eval_windows": 8,
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "workers": 0,
+        **options,
+    }
+    return [str(config), *(f"--{name}={value}" for name, value in options.items())]
+
+
+def test_fine_tuning_goes_on_from_the_weights_and_resumes(
+    trained, pretrained, tiny_folder, command
+):
+    import train
+
+    argv = fine_tune(pretrained, tiny_folder, lr=1e-12, max_steps=1)  # as good as no step
+    code, said, _ = command(train.main, *argv)
+    assert code == 0
+    assert "Hugging Face" in said
+    tuned = pretrained.parent / "tuned"
+    before = read_metrics(trained / "metrics.jsonl")
+    after = read_metrics(tuned / "metrics.jsonl")
+    # What it knows at its beginning is what the run knew at its end.
+    known = [line["val_loss"] for line in before if "val_loss" in line][-1]
+    first = [line for line in after if "val_loss" in line][0]
+    assert first["val_loss"] == pytest.approx(known, abs=1e-6)
+    saved = from_json((tuned / "run.json").read_text())
+    assert saved.data.tokenizer == f"hf:{pretrained}"
+    assert saved.model == find_weights(tuned).config
+    assert command(train.main, *argv)[0] == 0  # finished: the same command finds nothing to do
+    code, _, _ = command(
+        train.main, *fine_tune(pretrained, tiny_folder, max_steps=5, resume="must")
+    )
+    assert code == 0
+    assert find_weights(tuned, "5").origin == "step 5"
+
+
+def test_ids_that_the_weights_do_not_know_are_refused(pretrained, tiny_folder, command):
+    import train
+
+    for tokenizer, said in (("byte", "257"), ("bpe:300", "know")):
+        argv = fine_tune(pretrained, tiny_folder, tokenizer=tokenizer)
+        code, _, err = command(train.main, *argv)
+        assert code == 2
+        assert "data.tokenizer" in err and said in err and "hf:" in err
+
+
+def test_other_ids_of_the_same_number_are_refused(pretrained, tiny_folder, tmp_path):
+    tokenizer = load_tokenizer(pretrained)
+    swapped = replace(tokenizer, table=[*tokenizer.table[1:], tokenizer.table[0]])
+    model = GPT(find_weights(pretrained).config)
+    load_first_weights(model, str(pretrained), tokenizer)
+    with pytest.raises(ConfigError, match=f"use --tokenizer=hf:{pretrained}"):
+        load_first_weights(model, str(pretrained), swapped)
+
+
+def test_the_cache_of_a_long_context_takes_no_more_than_is_used(monkeypatch):
+    sizes = []
+
+    class Watched(KVCache):
+        def __init__(self, n_layers: int, capacity: int) -> None:
+            sizes.append(capacity)
+            super().__init__(n_layers, capacity)
+
+    monkeypatch.setattr("model.generate.KVCache", Watched)
+    config = ModelConfig(n_layers=1, n_heads=1, d_model=8, context_length=64).resolved(11)
+    prompt = torch.zeros(1, 5, dtype=torch.int64)
+    for new, capacity in ((7, 12), (100, 64)):
+        settings = SamplingConfig(max_new_tokens=new)
+        assert len(list(generate(GPT(config), prompt, settings, torch.Generator()))) == new
+        assert sizes.pop() == capacity
