@@ -82,8 +82,9 @@ def next_attempt(metrics: Path) -> int:
 def read_metrics(path: Path) -> list[dict]:
     """The figures of metrics.jsonl, one line per step and kind: of each step the highest attempt.
 
-    Events (the start of a process, notes) are left to training.history, and a line that is torn (a
-    kill while it was written) is left out. What a later attempt did again replaces what it was.
+    Events (the start of a process, notes, fits) are left to training.history, and a line that is
+    torn (a kill while it was written) is left out. What a later attempt did again replaces what it
+    was.
     """
     best: dict[tuple[int, bool], dict] = {}
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -93,7 +94,7 @@ def read_metrics(path: Path) -> list[dict]:
                 key = (int(entry["step"]), "val_loss" in entry)
             except (ValueError, KeyError, TypeError):
                 continue
-            if "start" in entry or "note" in entry:
+            if entry.keys() & {"start", "note", "fit"}:
                 continue
             if key not in best or entry.get("attempt", 0) >= best[key].get("attempt", 0):
                 best[key] = entry

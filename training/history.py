@@ -34,7 +34,8 @@ class History:
     steps: list[Entry]  # what was logged of training, with `tokens` and `seconds` so far
     evaluations: list[Entry]  # the same of validation
     starts: list[Entry]  # one for each process that worked on it
-    notes: list[Entry]  # warnings and changes, with their text under "note"
+    notes: list[Entry]  # warnings, with their text under "note"
+    fits: list[Entry]  # of a time budget: the length of the run from a step on, under "fit"
     snapshots: list[Entry]
 
     @property
@@ -44,6 +45,11 @@ class History:
     @property
     def last_step(self) -> int:
         return max((entry["step"] for entry in [*self.steps, *self.evaluations]), default=0)
+
+    @property
+    def max_steps(self) -> int:
+        """The length of the run, as far as is known."""
+        return self.fits[-1]["fit"] if self.fits else self.config.run.max_steps
 
     @property
     def best(self) -> Entry | None:
@@ -70,6 +76,7 @@ def read_history(folder: Path) -> History:
         evaluations=[entry for entry in entries if "val_loss" in entry],
         starts=[entry for entry in events if "start" in entry],
         notes=[entry for entry in events if "note" in entry],
+        fits=[entry for entry in events if "fit" in entry],
         snapshots=latest_of_each_step(read_lines(folder / SNAPSHOTS)),
     )
 

@@ -18,6 +18,7 @@ import torch
 from data.shards import read_meta
 from model.gpt import GPT
 from training.advice import Adviser
+from training.budget import UNFITTED
 from training.config import Config
 from training.history import METRICS, SNAPSHOTS, read_lines
 from training.logger import RunLogger
@@ -47,10 +48,10 @@ class Observer:
         self.reports = config.log.report
         self.adviser = Adviser(config, len(data.train), data.tokenizer.vocab_size)
         for entry in read_lines(self.folder / METRICS):  # of the attempts before
-            if "start" not in entry:
+            if not entry.keys() & {"start", "fit"}:
                 self.adviser.see(entry, config.run.max_steps)
 
-    def begin(self, step: int, argv: Sequence[str], world: int) -> None:
+    def begin(self, step: int, max_steps: int, argv: Sequence[str], world: int) -> None:
         """Note that a process starts here, and with what."""
         start = {
             "command": command_line(argv, world),
@@ -58,7 +59,8 @@ class Observer:
             "environment": about_machine(self.config, self.model, world),
         }
         self.logger.event(step, start=start)
-        self._advise(step, self.adviser.plan(self.config.run.max_steps))
+        if max_steps != UNFITTED:
+            self._advise(step, self.adviser.plan(max_steps))
 
     def logged(self, entry: dict[str, Any], max_steps: int) -> None:
         """A line of the log was written: is there something to say about it?"""
@@ -103,9 +105,10 @@ class Observer:
 
 
 def command_line(argv: Sequence[str], world: int) -> str:
-    """What was typed to start this run, as far as one process can tell."""
+    """What to type to go on with this run: what was typed, but for --overwrite."""
+    words = [word for word in argv if "overwrite" not in word.partition("=")[0]]
     launcher = f"torchrun --nproc_per_node={world}" if world > 1 else "python"
-    return f"{launcher} train.py {shlex.join(argv)}".rstrip()
+    return f"{launcher} train.py {shlex.join(words)}".rstrip()
 
 
 def about_data(data: Data) -> dict[str, Any]:

@@ -35,6 +35,7 @@ WITH_MUST = (
     "parallel.mode",
     "parallel.reduction",
     "run.max_steps",
+    "run.time_budget",
     "run.patience",
     "run.eval_windows",
     "run.device",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data.loader import BatchLoader, prefetch
+from training.budget import Budget, fitted, open_budget, steps_at
 from training.checkpoint import Checkpoints, TrainState, model_tensors, replace_file
 from training.config import Config, to_json
 from training.evaluate import choose_windows, evaluate
@@ -45,6 +47,7 @@ class Run:
     argv: Sequence[str] = ()  # as typed
     logger: RunLogger | None = None  # rank 0's
     observer: Observer | None = None  # rank 0's
+    budget: Budget | None = None  # rank 0's, if the run has a time budget
     stopping: bool = False  # some rank was asked to; all know
     tokens: int = 0  # targets of all ranks since the last line of the log ...
     seconds: float = 0.0  # ... and the time for them, without evaluation and saving ...
@@ -57,6 +60,13 @@ class Run:
         return Path(self.config.run.out_dir)
 
     @property
+    def max_steps(self) -> int:
+        """Updates of the whole run; with a time budget, as far as is known."""
+        if not self.config.run.time_budget:
+            return self.config.run.max_steps
+        return steps_at(self.state.fits, self.state.step)
+
+    @property
     def early(self) -> bool:
         """Patience has run out."""
         patience = self.config.run.patience
@@ -65,7 +75,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Nothing is left to do but perhaps a last evaluation."""
-        return self.state.step >= self.config.run.max_steps or self.early
+        return self.state.step >= self.max_steps or self.early
 
     @property
     def outcome(self) -> str:
@@ -85,7 +95,7 @@ class Run:
     def evaluation_is_due(self) -> bool:
         """At every eval_interval and at the end; once a step, also over a resume."""
         step = self.state.step
-        due = step % self.config.run.eval_interval == 0 or step >= self.config.run.max_steps
+        due = step % self.config.run.eval_interval == 0 or step >= self.max_steps
         return step > 0 and due and self.state.evaluated_at != step
 
     @property
@@ -108,7 +118,8 @@ def recording(run: Run) -> Iterator[None]:
         return
     config, state = run.config, run.state
     replace_file(run.folder / "run.json", to_json(config))
-    run.logger = RunLogger(run.folder, config.run.max_steps, state.step, config.log.quiet)
+    run.logger = RunLogger(run.folder, run.max_steps, state.step, config.log.quiet)
+    run.budget = open_budget(config.run, state)
     run.warn = run.checkpoints.say = run.logger.say
     run.checkpoints.mend_best(state)
     run.say = run.say if config.log.quiet else run.logger.say
@@ -120,7 +131,7 @@ def recording(run: Run) -> Iterator[None]:
     run.observer = Observer(
         config, run.setup.model, run.data, run.setup.precision, run.logger, run.warn
     )
-    run.observer.begin(state.step, run.argv, run.setup.ranks.world)
+    run.observer.begin(state.step, run.max_steps, run.argv, run.setup.ranks.world)
     try:
         yield
     finally:
@@ -132,7 +143,8 @@ def batches_from(run: Run) -> Iterator[Batches]:
     """This rank's micro-batches from the present step to the end, read ahead by a thread that lives
     as long as the block."""
     M = run.setup.n_micro
-    steps = range(run.state.step, run.config.run.max_steps)
+    # With a time budget the end is not known yet.
+    steps = range(run.state.step, sys.maxsize if run.config.run.time_budget else run.max_steps)
     indices = (step * M + j for step in steps for j in run.setup.local_micro)
     device, asked_to_stop = run.setup.ranks.device, lambda: run.interrupts.stop
     read = prefetch(run.loader, indices, device, stop=asked_to_stop)
@@ -144,14 +156,22 @@ def take_step(run: Run, batches: Batches) -> None:
     """One update; none if some rank was asked to stop. Raises NonFinite naming the windows."""
     setup, step = run.setup, run.state.step
     began = time.perf_counter()
+    fit = None
+    if run.budget is not None:
+        run.budget.begin()
+        fit = run.budget.fit(step)
     mine = list(itertools.islice(batches, len(setup.local_micro)))  # fewer when asked to stop
     waited = time.perf_counter() - began
-    counts = [count_targets(mine), int(run.interrupts.stop)]
-    n_targets, stops = setup.ranks.sum_ints(counts, f"step {step + 1}, counting targets")
+    counts = [count_targets(mine), int(run.interrupts.stop), fit or 0]
+    n_targets, stops, fit = setup.ranks.sum_ints(counts, f"step {step + 1}, counting targets")
     if stops:
         run.stopping = True
         return
-    setup.optimizers.set_lr(lr_factor(step, run.config.run.max_steps, run.config.schedule))
+    if fit:  # of rank 0
+        note_fit(run, fit)
+        if run.finished:
+            return
+    setup.optimizers.set_lr(lr_factor(step, run.max_steps, fitted(run.config, run.max_steps)))
     try:
         run.last = train_step(setup, mine, step, n_targets)
     except NonFinite as error:
@@ -159,13 +179,26 @@ def take_step(run: Run, batches: Batches) -> None:
         used = [place for j in range(setup.n_micro) for place in run.loader.locate(first + j)]
         shown = ", ".join(f"{window} (epoch {epoch})" for epoch, window, *_ in used[:32])
         raise NonFinite(f"{error}. Its windows: {shown}{' ...' * (len(used) > 32)}") from error
-    run.seconds += time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    run.seconds += seconds
     run.waited += waited
     run.tokens += run.last.tokens
     run.state.step += 1
     run.state.skipped += run.last.skipped
+    if run.budget is not None:
+        run.budget.stepped(seconds)
+        run.state.seconds = run.budget.spent
     if run.logger is not None:
         run.logger.advance(run.state.step)
+
+
+def note_fit(run: Run, max_steps: int) -> None:
+    """From this step on the run is `max_steps` long, by its time budget."""
+    step = run.state.step
+    run.state.fits = (*run.state.fits, (step, max_steps))
+    if run.logger is not None and run.budget is not None:
+        run.logger.max_steps = max_steps
+        run.logger.event(step, fit=max_steps, seconds=round(run.budget.spent, 3))
 
 
 def log_step(run: Run) -> None:
@@ -187,7 +220,7 @@ def log_step(run: Run) -> None:
         skipped=run.state.skipped or None,
     )
     run.logger.progress(step, loss, rate, mfu)
-    run.observer.logged(entry, run.config.run.max_steps)
+    run.observer.logged(entry, run.max_steps)
     run.tokens, run.seconds, run.waited = 0, 0.0, 0.0
 
 
@@ -197,6 +230,7 @@ def run_evaluation(run: Run) -> None:
     Raises NonFinite for a loss that is none.
     """
     setup, config, state = run.setup, run.config, run.state
+    began = time.perf_counter()
     found = evaluate(
         setup.model,
         run.data.val,
@@ -225,11 +259,13 @@ def run_evaluation(run: Run) -> None:
             f"{found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
             f"{' (best so far)' * best}"
         )
-        run.observer.logged(entry, config.run.max_steps)
+        run.observer.logged(entry, run.max_steps)
     if best:
         save(run, best=True)
     if run.observer is not None:
         run.observer.evaluated(state.step)
+    if run.budget is not None:
+        run.budget.evaluated(time.perf_counter() - began)
 
 
 def share_signal(run: Run) -> None:

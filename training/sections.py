@@ -32,6 +32,14 @@ def _above_0(section: str, config: Any, names: str) -> list[str]:
     return _unless(section, config, names, "above 0", lambda value: value > 0)
 
 
+def seconds_of(text: str) -> float:
+    """ "90s", "10m", "1.5h" or "2d" in seconds. Raises ValueError for anything else, and for 0."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(text)
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     """How gradients become updates."""
@@ -97,6 +105,9 @@ class RunConfig:
 
     out_dir: Annotated[str, "the run's folder; out/<config name> unless given"] = ""
     max_steps: Annotated[int, "optimizer steps, exactly"] = 1000
+    time_budget: Annotated[
+        str, "instead of max_steps: train for 90s, 10m, 2h ...; fits:RUN repeats that run's lengths"
+    ] = ""
     seed: Annotated[int, "of weights, order and dropout"] = 1
     device: Annotated[str, "auto, cpu, cuda, cuda:N or mps"] = "auto"
     dtype: Annotated[
@@ -132,9 +143,21 @@ class RunConfig:
             *_unless("run", self, "threads", "at least 1 (or none)", lambda n: n is None or n >= 1),
             *_unless("run", self, "device", "auto, cpu, cuda, cuda:N or mps", _is_device),
         ]
+        if not _is_budget(self.time_budget):
+            found.append(
+                f"run.time_budget={self.time_budget}: must be a time such as 90s, 10m, 1.5h or 2d, "
+                "or fits:RUN"
+            )
         if self.overwrite and self.resume == "must":
             found.append("run.overwrite=true starts anew, run.resume=must goes on: keep one")
         return found
+
+
+def _is_budget(text: str) -> bool:
+    try:
+        return text == "" or re.fullmatch("fits:.+", text) is not None or seconds_of(text) > 0
+    except ValueError:
+        return False
 
 
 def _is_device(name: str) -> bool:

@@ -30,6 +30,8 @@ class TrainState:
     skipped: int = 0  # float16 steps
     scaler: dict[str, Any] = field(default_factory=dict)
     wandb_id: str | None = None
+    seconds: float = 0.0  # of a time budget that are used
+    fits: tuple[tuple[int, ...], ...] = ()  # of the budget: (step, max_steps from there on)
 
     def record(self, val_loss: float) -> bool:
         """Note an evaluation at this step; True if it is the best so far."""
@@ -58,6 +60,9 @@ def state_from_json(saved: Any) -> TrainState:
     counts = (state.step, state.since_best, state.skipped, state.best_step or 0)
     if min(counts) < 0 or max(counts) >= 1 << 62:
         raise ValueError("a count is out of range")
+    bad_fits = [fit for fit in state.fits if len(fit) != 2 or not 0 <= fit[0] <= fit[1] < 1 << 62]
+    if bad_fits or state.seconds < 0:
+        raise ValueError("the time budget's numbers are out of range")
     return state
 
 

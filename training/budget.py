@@ -1,0 +1,127 @@
+"""`--time_budget=10m`: as many steps as fit into that time, the schedule fitted to them.
+
+The budget counts from the first step of the run, over resumes: evaluating and saving included, the
+time between two processes not. Rank 0 measures and decides; the number of steps rides to the others
+with the count of targets, so that all change it at the same step. Every fit (step, max_steps) is
+saved, so the learning rate of each step is known from the fits alone and a run can be replayed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from data.options import ConfigError
+from training.checkpoint import find_checkpoint
+from training.config import Config
+from training.sections import RunConfig, ScheduleConfig, seconds_of
+from training.state import TrainState
+
+UNFITTED = 10**9  # steps before the first fit: the warm-up and the stable part do not ask
+FIRST_FIT = 3  # steps measured before the first fit; the very first, which warms up, is not
+FITS = 50  # in a budget
+WINDOW = 200  # steps that the speed is measured over
+Fit = tuple[int, ...]  # (step, max_steps): from this step on the run is this long
+
+
+def steps_at(fits: Sequence[Fit], step: int) -> int:
+    """The length of the run that counts for the update number `step` + 1."""
+    known = [max_steps for since, max_steps in fits if since <= step]
+    return known[-1] if known else UNFITTED
+
+
+def fitted(config: Config, max_steps: int) -> ScheduleConfig:
+    """The schedule of a run so long; with a time budget the warm-up takes a tenth of it at most."""
+    schedule = config.schedule
+    if not config.run.time_budget:
+        return schedule
+    warmup = min(schedule.warmup_steps, max(1, max_steps // 10))
+    return replace(schedule, warmup_steps=warmup)
+
+
+def open_budget(run: RunConfig, state: TrainState) -> Budget | None:
+    """What keeps a run's time budget; None if it has none.
+
+    Raises ConfigError if the run to replay is not there or has no budget.
+    """
+    if not run.time_budget:
+        return None
+    if not run.time_budget.startswith("fits:"):
+        return Budget(seconds_of(run.time_budget), run.eval_interval, state.seconds)
+    source = Path(run.time_budget.removeprefix("fits:"))
+    fits = find_checkpoint(source, "latest").state.fits
+    if not fits:
+        raise ConfigError(f"run.time_budget={run.time_budget}: {source} had no time budget")
+    return Budget(math.inf, run.eval_interval, state.seconds, replay=fits)
+
+
+class Budget:
+    """Measures a run and says how many steps fit.
+
+    `spent` is what earlier processes used, in seconds. `replay` gives fits of another run to follow
+    instead of measuring.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        eval_interval: int,
+        spent: float = 0.0,
+        *,
+        replay: Sequence[Fit] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.seconds, self.eval_interval, self.before = seconds, eval_interval, spent
+        self.replay = None if replay is None else {step: length for step, length in replay}
+        self.clock = clock
+        self.began: float | None = None
+        self.recent: deque[float] = deque(maxlen=WINDOW)  # seconds of each of the last steps
+        self.steps = 0
+        self.stepping = self.evaluating = 0.0  # seconds in all, in this process
+        self.evaluation = 0.0  # the last one's seconds, saving and report included
+        self.next_fit = 0.0
+
+    @property
+    def spent(self) -> float:
+        """Seconds of the budget that are used, by this process and those before."""
+        return self.before + self._here()
+
+    def _here(self) -> float:
+        return 0.0 if self.began is None else self.clock() - self.began
+
+    def begin(self) -> None:
+        """The clock runs from the first call on."""
+        if self.began is None:
+            self.began = self.clock()
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long."""
+        self.steps += 1
+        self.stepping += seconds
+        if self.steps > 1:  # the first makes kernels, compiles, waits for the first data
+            self.recent.append(seconds)
+
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation with all that goes with it took so long."""
+        self.evaluation = seconds
+        self.evaluating += seconds
+
+    def fit(self, step: int) -> int | None:
+        """How many steps the whole run shall have, if it is time to say so before `step` + 1.
+
+        What is left, without the last evaluation, is divided by what a step takes with its share of
+        evaluations and of the rest (saving, logging).
+        """
+        if self.replay is not None:
+            return self.replay.get(step)
+        if len(self.recent) < FIRST_FIT or self.spent < self.next_fit:
+            return None
+        self.next_fit = self.spent + self.seconds / FITS
+        rest = max(0.0, self._here() - self.stepping - self.evaluating) / self.steps
+        each = sum(self.recent) / len(self.recent) + self.evaluation / self.eval_interval + rest
+        left = self.seconds - self.spent - self.evaluation
+        return step + max(0, int(left / each))
