@@ -23,7 +23,7 @@ NOTE_COLOUR, START_COLOUR = "#c2255c", "#868e96"
 
 # What else is drawn of each logged step: column -> (title, factor, how the value is written).
 OTHER_CURVES = {
-    "lr": ("learning rate", 1.0, "0.00e+0"),
+    "lr": ("learning rate", 1.0, "0.00e+0"),  # the schedule's factor times optim.lr
     "grad_norm": ("gradient norm, before clipping", 1.0, "0.000"),
     "tokens_per_second": ("tokens per second", 1.0, "0,0"),
     "mfu": ("MFU, % of the hardware's peak", 100.0, "0.0"),
@@ -66,7 +66,7 @@ def loss_figure(histories: Sequence[History], axis: str) -> Figure:
     for number, history in enumerate(histories):
         train, validation = colours_of(number, len(histories))
         rows = drawn_rows(history.steps, "loss")
-        half_life = max(1.0, len(history.steps) / 50)
+        half_life = max(1.0, len(history.steps) / 150)
         smooth = smoothed([entry["loss"] for entry in history.steps], half_life)
         rows["smooth"] = [smooth[i] for i in rows.pop("index")]
         hover = [("", "@run"), *TIMES, ("loss", "@loss{0.0000}"), ("smoothed", "@smooth{0.0000}")]
@@ -91,7 +91,12 @@ def small_figure(
     histories: Sequence[History], column: str, title: str, factor: float, shape: str
 ) -> Figure:
     """One column of what is logged at each step."""
+    from bokeh.models import PrintfTickFormatter
+
     plot = new_figure(column, 220, title)
+    plot.y_range.start = 0  # a speed that hardly moves shall look like one
+    if column == "lr":
+        plot.yaxis.formatter = PrintfTickFormatter(format="%.1e")
     for number, history in enumerate(histories):
         rows = drawn_rows(history.steps, column)
         del rows["index"]

@@ -20,7 +20,7 @@ MOST_SNAPSHOTS = 12  # shown, evenly spread, the first and the last among them
 
 def status(history: History) -> str:
     """How far the run is, and when that was written."""
-    steps, last = history.config.run.max_steps, history.last_step
+    steps, last = history.max_steps, history.last_step
     state = "all steps done" if last >= steps else f"{last / steps:.0%}"
     written = time.strftime("%Y-%m-%d %H:%M:%S")
     return (
@@ -42,6 +42,7 @@ def tiles(history: History) -> str:
         (percent(last.get("mfu")), "MFU"),
         (clock_text(last.get("seconds", math.nan)), "trained"),
         (short(last.get("tokens", 0)), "tokens seen"),
+        (f"{history.last_step:,}", f"of {history.max_steps:,} steps"),
     ]
     boxes = (f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for value, name in shown)
     return f'<div class="tiles">{"".join(boxes)}</div>'
@@ -62,7 +63,7 @@ def comparison(histories: Sequence[History]) -> str:
         rows.append(
             [
                 f'<span class="legend"><i style="color:{colour}"></i></span>{escape(history.name)}',
-                f"{history.last_step:,} of {history.config.run.max_steps:,}",
+                f"{history.last_step:,} of {history.max_steps:,}",
                 figure(best, "val_loss", ".4f"),
                 figure(best, "bits_per_byte", ".4f"),
                 clock_text(last.get("seconds", math.nan)),
@@ -122,7 +123,8 @@ def events(histories: Sequence[History]) -> str:
         for entry in sorted([*history.starts, *history.notes], key=lambda e: e.get("time", 0)):
             first = entry.get("attempt", 1) == 1
             what = entry.get("note") or ("began" if first else "taken up again")
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.get("time", 0)))
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.get("time", 0)))
+            when = f'<span class="mono">{when.replace(" ", "&nbsp;")}</span>'
             name = [escape(history.name)] if len(histories) > 1 else []
             rows.append([*name, f"{entry['step']:,}", when, escape(str(what))])
     titles = [*(["run"] if len(histories) > 1 else []), "step", "when", "what"]
@@ -138,7 +140,7 @@ def samples(histories: Sequence[History]) -> str:
     else:
         losses = {entry["step"]: entry["val_loss"] for entry in histories[0].evaluations}
         shown = []
-        for entry in spread(histories[0].snapshots):
+        for entry in reversed(spread(histories[0].snapshots)):
             loss = losses.get(entry["step"])
             name = f"step {entry['step']:,}" + ("" if loss is None else f", loss {loss:.3f}")
             shown.append((name, entry))
@@ -149,7 +151,8 @@ def samples(histories: Sequence[History]) -> str:
         cards.append(f'<div class="card"><b>{escape(name)}</b><pre>{marked}</pre></div>')
     if not cards:
         return ""
-    return f'<h2>Samples from one prompt</h2><div class="cards">{"".join(cards)}</div>'
+    title = "Samples from one prompt, the newest first"
+    return f'<h2>{title}</h2><div class="cards">{"".join(cards)}</div>'
 
 
 def passage(history: History) -> str:
@@ -200,26 +203,26 @@ def commands(history: History) -> str:
 
 
 def config_table(config: Config) -> str:
-    """Every option; marked where it is not the default."""
-    rows, section = [], ""
+    """Every option by section; marked where it is not the default."""
+    sections: dict[str, list[str]] = {}
     for option in OPTIONS.values():
-        if option.section != section:
-            section = option.section
-            rows.append(f'<tr class="section"><th colspan="3">{section}</th></tr>')
         value = getattr(getattr(config, option.section), option.name)
         left_open = option.default in (None, "auto", "")  # filled in when the run began
         changed = value != option.default and not left_open
         default = "" if value == option.default else escape(shown_value(option.default))
-        rows.append(
+        sections.setdefault(option.section, []).append(
             f'<tr class="{"changed" if changed else "same"}" title="{escape(option.help)}">'
             f"<td>{option.name}</td><td>{escape(shown_value(value))}</td>"
             f'<td class="soft">{default}</td></tr>'
         )
+    tables = (
+        f"<table><tr><th>{name}</th><th></th><th>default</th></tr>{''.join(rows)}</table>"
+        for name, rows in sections.items()
+    )
     return (
         '<h2>Config</h2><p class="soft">Marked: other than the default. '
         '<label><input type="checkbox" id="changes-only"> these only</label></p>'
-        '<div class="wide"><table><tr><th>option</th><th>value</th><th>default</th></tr>'
-        f"{''.join(rows)}</table></div>"
+        f'<div class="sections">{"".join(tables)}</div>'
     )
 
 
