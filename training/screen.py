@@ -13,7 +13,6 @@ from model.generate import SamplingConfig, generate
 from training.config import Config
 from training.run import Run
 
-
 SAMPLE_TOKENS = 150  # of the sample at the end
 
 
