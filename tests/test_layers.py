@@ -1,0 +1,150 @@
+"""Norms and MLPs: each against its formula in float64, and how a new MLP comes in."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from torch import nn
+
+from model.config import ModelConfig
+from model.cpu import RMSNormFunction
+from model.gpt import GPT
+from model.layers import MLPS, NORMS, LayerNorm, RMSNorm
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def choices(field: str) -> set[str]:
+    """The words that an option of ModelConfig allows."""
+    annotation = get_type_hints(ModelConfig, include_extras=True)[field]
+    assert get_origin(annotation) is Annotated
+    return set(get_args(get_args(annotation)[0]))
+
+
+def test_rms_norm_by_hand():
+    """The mean square of (3, 4) is 12.5, so both are divided by sqrt(12.5) = 3.5355."""
+    norm = RMSNorm(2, eps=0.0)
+    norm.weight.data = torch.tensor([1.0, 2.0])
+    expected = torch.tensor([[3 / math.sqrt(12.5), 2 * 4 / math.sqrt(12.5)]])
+    torch.testing.assert_close(norm(torch.tensor([[3.0, 4.0]])), expected)
+    with torch.no_grad():  # inference goes by PyTorch's own
+        torch.testing.assert_close(norm(torch.tensor([[3.0, 4.0]])), expected)
+
+
+def test_layer_norm_by_hand():
+    """(1, 5) has mean 3 and variance 4."""
+    norm = LayerNorm(2, eps=0.0, bias=True)
+    norm.bias.data = torch.tensor([0.0, 10.0])
+    torch.testing.assert_close(norm(torch.tensor([[1.0, 5.0]])), torch.tensor([[-1.0, 11.0]]))
+    assert LayerNorm(2, eps=0.0, bias=False).bias is None
+
+
+@pytest.mark.parametrize("shape", [(5, 16), (2, 3, 16), (2, 3, 4, 16)], ids=str)
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_equals_its_formula_forward_and_backward(name, eps, shape):
+    x, weight = randn(*shape).mul_(3).add_(0.5), randn(16, seed=1)
+    norm = NORMS[name](16, eps).double()
+    norm.weight.data = weight.clone()
+    centred = (x0 := x.clone().requires_grad_()) - (x0.mean(-1, keepdim=True) * (name == "layer"))
+    w0 = weight.clone().requires_grad_()
+    expected = centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w0
+
+    x1 = x.clone().requires_grad_()
+    out = norm(x1)
+    torch.testing.assert_close(out, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(norm(x), expected)
+    direction = randn(*shape, seed=2)
+    got = torch.autograd.grad(out, (x1, norm.weight), direction)
+    for mine, theirs in zip(got, torch.autograd.grad(expected, (x0, w0), direction), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+    # The same in float32, and over a layout that is not contiguous, as queries have it.
+    short = x.float().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    gradient = torch.autograd.grad(norm.float()(short), short, direction.float())[0]
+    torch.testing.assert_close(gradient.double(), got[0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_hand_written_backward_is_what_trains_on_a_cpu():
+    x = randn(2, 3, 8).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x, w: RMSNormFunction.apply(x, w, 1e-6), (x, randn(8, seed=1).requires_grad_())
+    )
+    norm = RMSNorm(8, 1e-6)
+    assert "RMSNormFunction" in type(norm(x.float()).grad_fn).__name__
+    low = norm(x.bfloat16())  # a narrow format is left to PyTorch, which computes in float32
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.double(), norm.double()(x), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e15])
+def test_rms_norm_of_tiny_and_huge_values_is_finite(scale):
+    """norm^2 leaves float32 beyond 1e19 only, as the textbook's x^2 does."""
+    x = (randn(4, 64) * scale).float().requires_grad_()
+    out = RMSNorm(64, 1e-6)(x)
+    assert out.isfinite().all()
+    assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", MLPS)
+def test_an_mlp_equals_its_formula(name, bias):
+    mlp = MLPS[name](ModelConfig(d_model=8, n_heads=1, mlp=name, bias=bias).resolved(10)).double()
+    for seed, p in enumerate(mlp.parameters()):
+        p.data = randn(*p.shape, seed=seed)
+    x = randn(2, 3, 8, seed=9)
+
+    def linear(which: str, x):
+        layer = getattr(mlp, which)
+        return x @ layer.weight.T + (layer.bias if bias else 0.0)
+
+    up = linear("up_proj", x)
+    if name == "swiglu":
+        gate = linear("gate_proj", x)
+        hidden = gate / (1 + torch.exp(-gate)) * up
+    elif name == "gelu":
+        hidden = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+    else:
+        hidden = up.clamp(min=0) ** 2
+    torch.testing.assert_close(mlp(x), linear("down_proj", hidden))
+    assert (mlp.down_proj.bias is not None) == bias
+
+
+def test_every_choice_of_the_config_has_its_module():
+    assert choices("mlp") == set(MLPS)
+    assert choices("norm") == set(NORMS)
+
+
+@pytest.mark.parametrize(
+    ("mlp", "d_model", "d_mlp"),
+    [("gelu", 768, 3072), ("relu2", 128, 512), ("swiglu", 768, 2048), ("swiglu", 128, 384)]
+    + [("swiglu", 256, 704), ("swiglu", 4096, 10944), ("swiglu", 16, 48)],
+)
+def test_the_mlps_width_unless_given(mlp, d_model, d_mlp):
+    """4 x; for swiglu 8/3 x, rounded up to a multiple of 64 (narrow models: of 8)."""
+    assert ModelConfig(d_model=d_model, mlp=mlp).resolved(10).d_mlp == d_mlp
+    assert ModelConfig(d_model=d_model, mlp=mlp, d_mlp=99).resolved(10).d_mlp == 99
+
+
+def test_a_new_mlp_is_a_class_and_a_name(monkeypatch):
+    class Identity(nn.Module):
+        def __init__(self, config: ModelConfig) -> None:
+            super().__init__()
+            self.up_proj = nn.Linear(config.d_model, config.d_mlp, bias=config.bias)
+            self.down_proj = nn.Linear(config.d_mlp, config.d_model, bias=config.bias)
+
+        def forward(self, x):
+            return self.down_proj(self.up_proj(x))
+
+    monkeypatch.setitem(MLPS, "linear", Identity)
+    model = GPT(ModelConfig(n_layers=1, d_model=16, n_heads=2, mlp="linear").resolved(10))
+    model.init_weights(0)
+    tokens = torch.arange(10)[None]
+    model(tokens, tokens).backward()
+    assert model.layers[0].mlp.down_proj.weight.grad.abs().sum() > 0
