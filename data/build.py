@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ import numpy as np
 
 from data.config import DataConfig
 from data.encode import Encoded, encode_task, grouped, in_order, n_workers
-from data.meta import SPLITS, Meta, Shard, write_json, write_meta
+from data.meta import SPLITS, Meta, Shard, fingerprint, write_json, write_meta
 from data.options import ConfigError
 from data.pretokenized import encoded_ids
 from data.record import SOURCE_FILE
@@ -49,12 +48,12 @@ def make_plan(config: DataConfig, sources: list[Source], weights: list[float]) -
     """Decide how each source is split. Raises ConfigError for a source that holds no text."""
     splits = []
     for source in sources:
-        pieces = bind(source.pieces, config.text_field, config.errors)
         if source.holds_ids:
             splits.append(_split_of_ids(config, source))
             continue
-        if next(pieces(), None) is None:
+        if next(source.pieces(config.text_field, config.errors), None) is None:
             raise ConfigError(f"data.source={source.spec} holds no text, or white space alone")
+        pieces = source.pieces(config.text_field, config.errors)
         splits.append(resolve_split(config.split, config.val_fraction, pieces))
     return Plan(config, sources, weights, splits)
 
@@ -225,14 +224,6 @@ def _replace(partial: Path, folder: Path) -> None:
         os.fsync(descriptor)
         os.close(descriptor)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def fingerprint(folder: Path, dtype: str, weights: list[float], shards: list[Shard]) -> str:
-    """Hex of all that determines the ids and their meaning: shards and tokenizer files."""
-    files = sorted((folder / "tokenizer").iterdir())
-    tokenizer = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in files]
-    ids = [[s.split, s.source, s.tokens, s.sha256] for s in shards]
-    return hashlib.sha256(json.dumps([dtype, weights, tokenizer, ids]).encode()).hexdigest()
 
 
 # The tokenizer

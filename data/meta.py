@@ -6,6 +6,7 @@ it) and NAME.starts (int64: at which of its tokens documents start).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -79,23 +80,52 @@ class Meta:
 
 
 def read_meta(folder: Path) -> Meta:
-    """What a prepared folder holds. Raises ConfigError if it is none, DamagedData if unreadable."""
+    """What a prepared folder holds, every byte of meta.json checked.
+
+    Raises ConfigError if it is none, DamagedData if it is not what was written.
+    """
     path = Path(folder) / META_FILE
     if not path.is_file():
         raise ConfigError(f"{folder} holds no prepared data ({META_FILE} is missing)")
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
+        if about.pop("seal") != _seal(about):
+            raise ValueError("its own hash does not fit")
         shards = [Shard(**shard) for shard in about.pop("shards")]
         return Meta(shards=shards, **about)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedData(
             f"{path} is damaged ({error}): delete the folder and prepare again"
         ) from None
 
 
+def check_tokenizer(folder: Path, meta: Meta) -> None:
+    """Raise DamagedData unless the tokenizer's files are those that made the ids."""
+    if fingerprint(folder, meta.dtype, meta.weights, meta.shards) != meta.fingerprint:
+        raise DamagedData(
+            f"{Path(folder) / 'tokenizer'} is not what was written: delete the folder and prepare "
+            "again"
+        )
+
+
 def write_meta(folder: Path, meta: Meta) -> None:
     """Write meta.json, which makes a folder of shards complete."""
-    write_json(Path(folder) / META_FILE, asdict(meta))
+    about = asdict(meta)
+    write_json(Path(folder) / META_FILE, {**about, "seal": _seal(about)})
+
+
+def _seal(about: dict) -> str:
+    """A hash of meta.json's content, kept in it: what has changed since is noticed."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def fingerprint(folder: Path, dtype: str, weights: list[float], shards: list[Shard]) -> str:
+    """Hex of all that determines the ids and their meaning: shards and tokenizer files."""
+    place = Path(folder) / "tokenizer"
+    files = sorted(place.iterdir()) if place.is_dir() else []
+    tokenizer = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in files]
+    ids = [[s.split, s.source, s.tokens, s.sha256] for s in shards]
+    return hashlib.sha256(json.dumps([dtype, weights, tokenizer, ids]).encode()).hexdigest()
 
 
 def write_json(path: Path, content: object) -> None:

@@ -22,15 +22,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
-from data.build import build, fingerprint, make_plan, make_tokenizer
+from data.build import build, make_plan, make_tokenizer
 from data.config import DataConfig
 from data.encode import n_workers
-from data.meta import DamagedData, Meta, check_size, read_meta
+from data.meta import DamagedData, Meta, check_size, check_tokenizer, read_meta
 from data.options import ConfigError, parse_sections, run_command
 from data.record import has_same_content, is_complete, is_current, lock, source_record
 from data.sources import STDIN, Source, absolute, open_source, parse_mixture
 
-FORMAT = 1  # of the prepared folder; another one is another folder
+FORMAT = 2  # of the prepared folder; another one is another folder
 SHARD_BYTES = 128 << 20  # of text
 READ_BYTES = 1 << 20
 TRIAL_BYTES = 4 << 20  # that a dry run encodes
@@ -166,8 +166,10 @@ def verify(folder: Path, say: Say = print) -> None:
                 damaged.append(f"{path}: its SHA-256 is not the one that was written")
         except DamagedData as error:
             damaged.append(str(error))
-    if fingerprint(folder, meta.dtype, meta.weights, meta.shards) != meta.fingerprint:
-        damaged.append(f"{folder}: meta.json or the tokenizer is not what was written")
+    try:
+        check_tokenizer(folder, meta)
+    except DamagedData as error:
+        damaged.append(str(error))
     if damaged:
         raise DamagedData("\n".join(damaged))
     say(f"{folder}: {len(meta.shards)} shards are what was written; {summary(meta)}")

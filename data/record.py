@@ -41,7 +41,10 @@ def has_same_content(folder: Path, record: list[dict]) -> bool:
 
 
 def _known(folder: Path, what: str) -> list:
-    return [entry[what] for entry in json.loads((folder / SOURCE_FILE).read_text("utf-8"))]
+    try:
+        return [entry[what] for entry in json.loads((folder / SOURCE_FILE).read_text("utf-8"))]
+    except (ValueError, TypeError, KeyError, RecursionError):  # damaged: nothing is known
+        return []
 
 
 @contextmanager

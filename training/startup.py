@@ -14,9 +14,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import BatchLoader
+from data.meta import check_tokenizer, read_meta
 from data.options import ConfigError
 from data.prepare import prepare
-from data.shards import Windows, read_meta
+from data.shards import Windows
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT
 from training.checkpoint import (
@@ -110,12 +111,13 @@ def open_data(config: Config, ranks: Ranks, say: Say) -> Data:
             lambda: str(prepare(config.data, say=say, progress=not quiet)), "preparing the data"
         )
     )
-    T = config.model.context_length
+    T, meta = config.model.context_length, read_meta(folder)
+    check_tokenizer(folder, meta)
     tokenizer = load_tokenizer(folder / "tokenizer")
     train = Windows(folder, "train", T, config.data.windows)
     val = Windows(folder, "val", T, config.data.windows)
     lengths = np.asarray(tokenizer.byte_lengths())
-    return Data(folder, tokenizer, train, val, read_meta(folder).fingerprint, lengths)
+    return Data(folder, tokenizer, train, val, meta.fingerprint, lengths)
 
 
 def resolve(config: Config, ranks: Ranks, vocab_size: int, say: Say) -> Config:
