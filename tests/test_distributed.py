@@ -1,0 +1,248 @@
+"""Ranks: what they share, how they notice a lost one, and that they end with torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from faultlib import Job, Shared, ended, fork_command, wait_for
+
+import training.distributed
+from data.options import ConfigError
+from training.distributed import (
+    LostRank,
+    Ranks,
+    default_threads,
+    join_ranks,
+    pick_backend,
+    pick_device,
+)
+
+
+def with_ranks(do):
+    """A command that joins the ranks, does something with them, and leaves."""
+
+    def command(argv: list[str]) -> int:
+        ranks = join_ranks("auto", 30)
+        ranks.start("cpu")
+        try:
+            do(ranks)
+        finally:
+            ranks.close()
+        return 0
+
+    return command
+
+
+# Sharing and meeting
+
+
+def test_what_rank_0_makes_is_everyones(tmp_path):
+    def do(ranks: Ranks) -> None:
+        for word in ("first", "second"):  # two in a row do not mix
+            found = ranks.share(lambda word=word: {word: [ranks.rank, None, "ü"]}, "a test")
+            assert found == {word: [0, None, "ü"]}
+
+    job = Job(3, [], tmp_path, command=with_ranks(do))
+    assert job.wait() == [0, 0, 0], job.text()
+
+
+class Damaged(Exception):
+    exit_code = 3
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (ConfigError("no"), 2),
+        (Damaged(), 3),
+        (OSError(28, "No space left on device"), 5),
+        (SystemExit(9), 9),
+        (KeyboardInterrupt(), 130),
+        (ValueError("a bug"), 1),
+        (None, 1),  # a result that JSON cannot hold
+    ],
+    ids=repr,
+)
+def test_what_rank_0_raises_ends_the_others_quietly_with_the_same_code(tmp_path, error, code):
+    def make():
+        if error is None:
+            return object()
+        raise error
+
+    began = time.monotonic()
+    job = Job(2, [], tmp_path, command=with_ranks(lambda ranks: ranks.share(make, "a test")))
+    assert job.wait() == [code, code], job.text()
+    assert time.monotonic() - began < 20  # not the time-out of 30 s
+    assert job.logs[1].read_text() == ""
+
+
+def test_one_rank_may_take_longer_than_the_time_out_if_it_lives(tmp_path):
+    """As when one compiles and the others find their kernels in a cache."""
+
+    def do(ranks: Ranks) -> None:
+        ranks.timeout = 1.2
+        if ranks.rank == 1:
+            time.sleep(2.5)
+        ranks.meet("compiling the model")
+
+    job = Job(2, [], tmp_path, command=with_ranks(do))
+    assert job.wait() == [0, 0], job.text()
+
+
+def test_a_rank_that_died_before_a_meeting_is_named(tmp_path):
+    def do(ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ranks.timeout = 1.0
+        ranks.meet("compiling the model")
+
+    job = Job(2, [], tmp_path, command=with_ranks(do))
+    assert job.wait() == [7, -signal.SIGKILL]
+    assert "rank 0 waited for rank 1: compiling the model; no sign of life" in job.text()
+
+
+def test_sums_and_gathers(tmp_path):
+    def do(ranks: Ranks) -> None:
+        assert ranks.sum_ints([ranks.rank, 2**40], "a test") == [3, 3 * 2**40]
+        found = ranks.gather(torch.full((2,), float(ranks.rank)), "a test")
+        assert [t.tolist() for t in found] == [[0, 0], [1, 1], [2, 2]]
+        assert [int(t) for t in ranks.gather(torch.tensor(ranks.rank), "0-dim")] == [0, 1, 2]
+
+    job = Job(3, [], tmp_path, command=with_ranks(do))
+    assert job.wait() == [0, 0, 0], job.text()
+
+
+def test_a_single_process_talks_to_nobody():
+    ranks = Ranks()
+    assert ranks.share(lambda: object, "x") is object
+    assert ranks.sum_ints([3], "x") == [3]
+    ranks.meet("x")
+    ranks.close()
+
+
+def test_running_out_of_memory_is_not_taken_for_a_lost_rank():
+    with pytest.raises(torch.OutOfMemoryError), Ranks().waiting("x"):
+        raise torch.OutOfMemoryError("8 GiB")
+
+
+def test_a_killed_rank_is_named_with_the_step(tiny_argv, tmp_path):
+    import training.run
+
+    def patch() -> None:
+        take_step = training.run.take_step
+
+        def dying(run, batches) -> None:
+            if run.state.step == 3 and run.setup.ranks.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            take_step(run, batches)
+
+        training.run.take_step = dying
+
+    job = Job(2, tiny_argv(tmp_path / "run", timeout=20), tmp_path, before=patch)
+    assert job.wait() == [7, -signal.SIGKILL]
+    line = job.logs[0].read_text().splitlines()[-1]
+    assert line.startswith("error: rank 0 waited for rank 1: step 4, "), line
+
+
+# torchrun
+
+
+def test_modes_that_do_not_fit_how_it_was_started(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match="mode=ddp needs several processes.*torchrun"):
+        join_ranks("ddp", 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="mode=none, but torchrun started 2"):
+        join_ranks("none", 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can tie a process to its parent")
+@pytest.mark.parametrize("under_torchrun", [True, False])
+def test_only_under_torchrun_is_a_killed_parent_told_to_the_child(under_torchrun):
+    shared = Shared()
+
+    def child(argv: list[str]) -> int:
+        training.distributed._die_with_torchrun()
+        signal.signal(signal.SIGTERM, lambda *_: shared.__setitem__(1, 1))
+        shared[0] = os.getpid()
+        while not shared[1] and not shared[2]:
+            time.sleep(0.01)
+        shared[3] = 1
+        return 0
+
+    def parent(argv: list[str]) -> int:
+        ended(fork_command(child, []))
+        return 0
+
+    env = {"TORCHELASTIC_RUN_ID": "x"} if under_torchrun else {}
+    agent = fork_command(parent, [], **env)
+    wait_for(lambda: shared[0] != 0)
+    os.kill(agent, signal.SIGKILL)
+    assert ended(agent) == -signal.SIGKILL
+    if under_torchrun:
+        wait_for(lambda: shared[3] == 1)
+        assert shared[1] == 1
+    else:
+        time.sleep(0.2)  # nothing can be waited for: nothing shall happen
+        assert shared[1] == shared[3] == 0
+        shared[2] = 1
+        wait_for(lambda: shared[3] == 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_torchrun_that_was_dead_already_is_noticed(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(training.distributed.ctypes, "CDLL", lambda name: type("C", (), {
+        "prctl": staticmethod(lambda *arguments: 0)}))  # fmt: skip
+    with pytest.raises(LostRank, match="torchrun has been killed"):
+        training.distributed._die_with_torchrun()
+
+
+# Devices
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def test_devices_where_there_are_gpus(two_gpus):
+    assert pick_device("auto", local_rank=1) == torch.device("cuda", 1)
+    assert pick_device("cuda") == torch.device("cuda", 0)
+    assert pick_device("cuda:1") == torch.device("cuda", 1)
+    assert pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="GPU 2 is not there; torch sees 2"):
+        pick_device("cuda", local_rank=2)
+
+
+def test_devices_where_there_are_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert pick_device("auto") == torch.device("cpu")
+    for name, message in (("cuda", "torch sees 0"), ("mps", "no Apple GPU"), ("tpu:x", "allowed")):
+        with pytest.raises(ConfigError, match=message):
+            pick_device(name)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert pick_device("auto").type == "mps"
+
+
+def test_the_backend_and_a_note_where_nccl_is_missing(monkeypatch):
+    said = []
+    assert pick_backend(torch.device("cpu"), said.append) == "gloo" and said == []
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert pick_backend(torch.device("cuda"), said.append) == "gloo" and len(said) == 1
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert pick_backend(torch.device("cuda"), said.append) == "nccl"
+
+
+def test_threads_share_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(10)), raising=False)
+    assert [default_threads(n) for n in (2, 3, 16)] == [5, 3, 1]
+    assert default_threads(1) == torch.get_num_threads()

@@ -1,0 +1,163 @@
+"""Bits flipped and files cut short: refused by name, or harmless; never silently wrong."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.meta import check_tokenizer, read_meta
+from data.options import exit_code_of
+from data.record import has_same_content
+from data.shards import Windows
+from data.tokenizer import load_tokenizer
+from training.checkpoint import Checkpoints
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+
+
+def flips(files: list[Path], n: int, rng: random.Random):
+    """n times one bit of a file is flipped, while the body of the loop runs. Every other time any
+    file is as likely, so that small ones get their share; else any byte is."""
+    sizes = [path.stat().st_size for path in files]
+    for number in range(n):
+        path = rng.choices(files, sizes if number % 2 else None)[0]
+        good = path.read_bytes()
+        at = rng.randrange(len(good))
+        bad = bytearray(good)
+        bad[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(bad)
+        yield f"{path.name} byte {at}"
+        path.write_bytes(good)
+
+
+def cuts(files: list[Path], n: int, rng: random.Random):
+    """n times a file is cut short, emptied, zeroed or gone, while the body of the loop runs."""
+    for number in range(n):
+        path = rng.choice(files)
+        good = path.read_bytes()
+        if number % 10 == 0:
+            path.unlink()
+        elif number % 10 == 1:
+            path.write_bytes(bytes(len(good)))
+        else:
+            path.write_bytes(good[: rng.randrange(len(good))])
+        yield f"{path.name} cut"
+        path.write_bytes(good)
+
+
+@pytest.mark.parametrize(
+    "n_flips, n_cuts", [(200, 20), pytest.param(2000, 200, marks=pytest.mark.faults)]
+)
+def test_a_damaged_checkpoint_is_never_silently_wrong(trained, n_flips, n_cuts, figure):
+    """Steps 4 and 8 are there; step 8 is damaged."""
+    folder, rng, found = trained / "checkpoints", random.Random(1), Counter()
+    good = Checkpoints(folder).newest()
+    wanted = (good.state, good.run, good.model_tensors(), good.optim_tensors())
+    files = files_of(folder / "step-8")
+    for kind, damages in (("flip", flips(files, n_flips, rng)), ("cut", cuts(files, n_cuts, rng))):
+        for what in damages:
+            said: list[str] = []
+            newest = Checkpoints(folder, said.append).newest()
+            if newest.state.step == 4:
+                found[f"{kind}: previous used"] += 1
+                assert "step-8/" in said[0], what  # by name
+                continue
+            now = (newest.state, newest.run, newest.model_tensors(), newest.optim_tensors())
+            found[f"{kind}: {'harmless' if same(now, wanted) else 'silently wrong'}"] += 1
+    assert not any("wrong" in outcome for outcome in found), found
+    assert sum(found.values()) == n_flips + n_cuts
+    figure(f"{n_flips} flipped bits, {n_cuts} truncations of a checkpoint", told(found))
+
+
+def same(a: tuple, b: tuple) -> bool:
+    tensors = zip(a[2:], b[2:], strict=True)
+    return a[:2] == b[:2] and all(
+        x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
+        for x, y in tensors
+    )
+
+
+def told(found: Counter) -> str:
+    wrong = sum(count for outcome, count in found.items() if "wrong" in outcome)
+    return "; ".join(f"{outcome} {count}" for outcome, count in sorted(found.items())) + (
+        f"; silently wrong {wrong}"
+    )
+
+
+@pytest.mark.parametrize(
+    "n_flips, n_cuts", [(200, 20), pytest.param(2000, 200, marks=pytest.mark.faults)]
+)
+@pytest.mark.parametrize("tokenizer", ["bpe:300", "char"])
+def test_damaged_shards_are_never_silently_wrong(
+    tokenizer, n_flips, n_cuts, tiny_folder, tmp_path, figure
+):
+    """Everything that a training reads of the prepared data: ids, table, counts, fingerprint."""
+    from data.config import DataConfig
+    from data.prepare import prepare
+
+    config = DataConfig(
+        source=str(tiny_folder / "text.txt"), tokenizer=tokenizer, prepared_dir=str(tmp_path),
+        workers=0, split="tail", val_fraction=0.2,
+    )  # fmt: skip
+    folder = prepare(config, say=lambda text: None, progress=False)
+    rng, found, wanted = random.Random(2), Counter(), everything(folder)
+    files = files_of(folder)
+    for kind, damages in (("flip", flips(files, n_flips, rng)), ("cut", cuts(files, n_cuts, rng))):
+        for what in damages:
+            try:
+                outcome = "harmless" if everything(folder) == wanted else f"wrong ({what})"
+            except Exception as error:
+                outcome = "refused" if exit_code_of(error) in (2, 3) else f"uncaught {error!r}"
+            found[f"{kind}: {outcome}"] += 1
+    assert not any("wrong" in o or "uncaught" in o for o in found), found
+    figure(
+        f"{n_flips} flipped bits, {n_cuts} truncations of a shard set ({tokenizer})", told(found)
+    )
+
+
+def everything(folder: Path) -> tuple:
+    """As a training reads it. source.json only tells whether to prepare anew."""
+    has_same_content(folder, [])
+    meta = read_meta(folder)
+    check_tokenizer(folder, meta)
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    windows = [Windows(folder, split, 16) for split in ("train", "val")]
+    ids = [np.concatenate([w[i] for i in range(len(w))]).tobytes() for w in windows]
+    table = (tokenizer.name, list(tokenizer.table), tokenizer.eot)
+    text = tokenizer.encode("def f(x): return x + 1")
+    return ids, table, text, meta.fingerprint, meta.weights, meta.vocab_size
+
+
+def test_a_training_on_a_damaged_shard_stops_by_name_and_keeps_its_checkpoints(tiny_argv, tmp_path):
+    from faultlib import train, verified
+
+    argv = tiny_argv(tmp_path / "run", prepared_dir=tmp_path / "prepared")
+    assert train(argv) == 0
+    shard = next((tmp_path / "prepared").rglob("train-*.bin"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 16
+    shard.write_bytes(content)
+    log = tmp_path / "log"
+    more = {"max_steps": 200, "resume": "must", "prepared_dir": tmp_path / "prepared"}
+    assert train(tiny_argv(tmp_path / "run", **more), log=log) == 3
+    assert f"{shard}: the block at byte" in log.read_text()
+    assert verified(tmp_path / "run") == [4, 8]
+
+
+def test_everything_is_in_the_comparison(trained, tmp_path):
+    """The tests above must be able to fail: a wrong tensor that is let through is seen."""
+    good = Checkpoints(trained / "checkpoints").newest()
+    a = (good.state, good.run, good.model_tensors(), good.optim_tensors())
+    b = (good.state, good.run, good.model_tensors(), good.optim_tensors())
+    assert same(a, b)
+    next(iter(b[3].values())).view(-1)[0] += 1
+    assert not same(a, b)
+    shutil.rmtree(trained)

@@ -1,0 +1,122 @@
+"""The folder of a run: one training at a time, nothing overwritten, a log that survives kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from faultlib import Shared, ended, fork, fork_command, train, wait_for
+
+import training.run
+from data.options import ConfigError
+from training.folder import FolderHeld, lock_folder, move_aside, next_attempt, read_metrics
+
+
+def held(folder, shared: Shared) -> int:
+    """A child that holds the folder until it is killed; its process id."""
+
+    def command(argv: list[str]) -> int:
+        with lock_folder(folder):
+            shared[0] = 1
+            signal.pause()
+        return 0
+
+    pid = fork_command(command, [])
+    wait_for(lambda: shared[0] == 1)
+    return pid
+
+
+def test_the_second_is_told_who_has_the_folder_and_a_killed_holder_blocks_nobody(tmp_path):
+    pid = held(tmp_path / "run", Shared())
+    with pytest.raises(FolderHeld, match=f"in use by process {pid} on ") as found:
+        lock_folder(tmp_path / "run").__enter__()
+    assert found.value.exit_code == 6
+    os.kill(pid, signal.SIGKILL)
+    ended(pid)
+    for _ in range(2):  # and again after it was given back in order
+        with lock_folder(tmp_path / "run"):
+            assert (tmp_path / "run" / ".lock").read_text().startswith(f"process {os.getpid()} ")
+
+
+def test_a_lock_file_full_of_junk_does_not_hinder(tmp_path):
+    (tmp_path / ".lock").write_bytes(b"\xff\x00" * 500)
+    with lock_folder(tmp_path), pytest.raises(FolderHeld):
+        lock_folder(tmp_path).__enter__()
+
+
+def test_a_second_training_stops_at_once_and_the_first_goes_on(tiny_argv, tmp_path):
+    shared, argv = Shared(), tiny_argv(tmp_path / "run")
+
+    def patch() -> None:
+        take_step = training.run.take_step
+
+        def waiting(run, batches) -> None:
+            shared[0] = run.state.step
+            while run.state.step == 2 and not shared[1]:
+                time.sleep(0.001)
+            take_step(run, batches)
+
+        training.run.take_step = waiting
+
+    first = fork(argv, before=patch)
+    wait_for(lambda: shared[0] == 2)
+    log = tmp_path / "log"
+    assert train(argv, log=log) == 6
+    assert f"in use by process {first} on " in log.read_text()
+    shared[1] = 1
+    assert ended(first) == 0
+
+
+@pytest.mark.parametrize("place", ["file", "file/run"])
+def test_a_file_in_the_place_of_the_folder_is_a_mistake_in_words(tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="run.out_dir=.*is a file"):
+        lock_folder(tmp_path / place).__enter__()
+
+
+def test_old_runs_get_names_of_their_own(tmp_path):
+    for number in range(3):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "which").write_text(str(number))
+        move_aside(tmp_path / "run")
+    kept = {path.name: (path / "which").read_text() for path in tmp_path.iterdir()}
+    assert kept == {"run.old": "0", "run.old-1": "1", "run.old-2": "2"}
+
+
+@pytest.mark.parametrize(
+    "content, wanted",
+    [
+        (None, 1),
+        (b"", 1),
+        (b'{"step": 1, "attempt": 1}\n', 2),
+        (b'{"step": 1, "attempt": 4}\n{"step": 2, "att', 5),  # torn
+        (b'{"step": 1, "attempt": 4}\n\xff\xfe\n[]\n7\n{"attempt": "x"}\n', 5),
+        (b"no JSON at all", 1),
+    ],
+)
+def test_the_next_attempt(tmp_path, content, wanted):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_bytes(content)
+    assert next_attempt(tmp_path / "metrics.jsonl") == wanted
+
+
+def test_readers_take_the_highest_attempt_of_a_step_and_leave_a_torn_line_out(tmp_path):
+    lines = [
+        {"step": 1, "attempt": 1, "loss": 5.0},
+        {"step": 2, "attempt": 1, "loss": 4.0},
+        {"step": 2, "attempt": 1, "val_loss": 4.4},
+        {"step": 2, "attempt": 2, "loss": 3.9},
+        {"step": 3, "attempt": 2, "loss": 3.0},
+    ]
+    text = "\n".join(map(json.dumps, lines)) + '\n{"step": 4, "lo'
+    (tmp_path / "m").write_text(text)
+    found = read_metrics(tmp_path / "m")
+    assert [(e["step"], e.get("loss"), e.get("val_loss")) for e in found] == [
+        (1, 5.0, None),
+        (2, 3.9, None),
+        (2, None, 4.4),
+        (3, 3.0, None),
+    ]
