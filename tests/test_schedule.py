@@ -19,6 +19,10 @@ def test_constant_rises_then_stays():
     assert factors(6, schedule="constant", warmup_steps=3) == [0.25, 0.5, 0.75, 1, 1, 1]
 
 
+def test_a_warm_up_longer_than_the_run_is_as_long_as_the_run():
+    assert factors(4, schedule="constant", warmup_steps=1000) == [1 / 5, 2 / 5, 3 / 5, 4 / 5]
+
+
 def test_wsd_rises_stays_and_falls_in_a_line():
     # 10 steps, the last 40% decay: 4/4 of the peak at step 6, then 3/4, 2/4, 1/4.
     expected = [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
