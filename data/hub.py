@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from data.options import ConfigError
 from data.readers import text_of
-from data.text import Piece, document_pieces
+from data.text import Piece, row_pieces
 
 INSTEAD = "download its .parquet or .jsonl files and name them as --source"
 
@@ -31,7 +31,7 @@ def hub_pieces(spec: str, text_field: str, errors: str) -> Iterator[Piece]:
         rows = datasets.load_dataset(name, subset, split=split, streaming=True)
         for number, row in enumerate(rows):
             text = text_of(row, text_field, errors, f"{spec}, row {number}")
-            yield from document_pieces([(text, 0)])
+            yield from row_pieces(text, 0)
     except ConfigError:
         raise
     except Exception as error:  # datasets raises what its many parts raise

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data.options import ConfigError
-from data.text import Piece, decode, decoded, document_pieces, without_surrogates
+from data.text import Piece, decode, decoded, document_pieces, row_pieces, without_surrogates
 
 READ_BYTES = 1 << 20
 PARQUET_ROWS = 1000
@@ -81,7 +81,7 @@ def jsonl_pieces(file: Path, text_field: str, errors: str) -> Iterator[Piece]:
             except ValueError as error:
                 raise ConfigError(f"{name} (offset {offset}): not JSON: {error}") from None
             text = text_of(row, text_field, errors, name)
-        yield from document_pieces([(text, read)])
+        yield from row_pieces(text, read)
         offset += len(line) + 1
 
 
@@ -133,7 +133,7 @@ def parquet_pieces(file: Path, text_field: str, errors: str) -> Iterator[Piece]:
                     name = f"{file}, row {done}"
                     text = text_of({text_field: text}, text_field, errors, name)
                     read = size * (done + 1) // rows - size * done // rows
-                    yield from document_pieces([(text, read)])
+                    yield from row_pieces(text, read)
                     done += 1
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read as parquet: {error}") from None

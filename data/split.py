@@ -8,7 +8,7 @@ text, so that adding files never moves a document between splits. `auto`: the ta
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,22 +72,16 @@ def is_chosen(text: str, share: float, purpose: bytes) -> bool:
     return int.from_bytes(digest, "little") < share * 2**64
 
 
-def resolve_split(mode: str, val_fraction: float, pieces: Callable[[], Iterator[Piece]]) -> Split:
-    """The split of one source; `pieces()` reads it from the start."""
-    if mode == "auto":
-        mode = _auto(val_fraction, pieces())
+def resolve_split(mode: str, val_fraction: float, pieces: Iterable[Piece]) -> Split:
+    """The split of one source, from its pieces; only the tail needs to see them all."""
     if mode == "document":
         return Split(mode, val_fraction)
-    characters = sum(len(piece.text) for piece in pieces())
-    return Split(mode, val_fraction, int(characters * (1 - val_fraction)))
-
-
-def _auto(val_fraction: float, pieces: Iterator[Piece]) -> str:
-    documents, splits = 0, set()
+    characters, documents, splits = 0, 0, set()
     for piece in pieces:
-        if piece.first:
+        characters += len(piece.text)
+        if mode == "auto" and piece.first:
             documents += 1
             splits.add(split_of(piece.text, val_fraction))
             if documents >= FEW_DOCUMENTS and len(splits) == 2:
-                return "document"
-    return "tail"
+                return Split("document", val_fraction)
+    return Split("tail", val_fraction, int(characters * (1 - val_fraction)))

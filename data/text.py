@@ -30,6 +30,15 @@ def document_pieces(chunks: Iterable[tuple[str, int]]) -> Iterator[Piece]:
     return cut(normalised(chunks))
 
 
+def row_pieces(text: str, read: int) -> Iterator[Piece]:
+    """One document that is in memory as a whole; the same, sooner for the many that are short."""
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    if len(text) > PIECE_BYTES // 4:  # a character has at most 4 bytes
+        yield from cut([(text, read)])
+    elif text.strip():
+        yield Piece(text, True, True, read)
+
+
 def decoded(
     chunks: Iterable[tuple[bytes, int]], name: object, errors: str
 ) -> Iterator[tuple[str, int]]:

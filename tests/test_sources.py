@@ -390,7 +390,7 @@ def some(texts: list[str]) -> Iterator[Piece]:
 
 
 def split_text(mode: str, fraction: float, texts: list[str]) -> tuple[str, dict[str, list[str]]]:
-    split = resolve_split(mode, fraction, lambda: some(texts))
+    split = resolve_split(mode, fraction, some(texts))
     found: dict[str, list[str]] = {"train": [], "val": []}
     for part in split.parts(some(texts)):
         if part.first:
@@ -411,12 +411,12 @@ def test_the_tail_is_the_last_characters(texts, fraction):
 
 
 def test_the_tail_of_tinyshakespeares_length_is_the_known_one():
-    split = resolve_split("tail", 0.1, lambda: iter([Piece("x" * 1_115_394, True, True, 0)]))
+    split = resolve_split("tail", 0.1, [Piece("x" * 1_115_394, True, True, 0)])
     assert split.train_characters == 1_003_854
 
 
 def test_a_document_that_the_tail_cuts_ends_only_in_the_validation_split():
-    split = resolve_split("tail", 0.5, lambda: some(["ab", "cdefgh"]))
+    split = resolve_split("tail", 0.5, some(["ab", "cdefgh"]))
     parts = [part[:4] for part in split.parts(some(["ab", "cdefgh"]))]
     assert parts == [
         ("train", "ab", True, True),
