@@ -36,7 +36,9 @@ class RunLogger:
             return None
         from tqdm import tqdm
 
-        return tqdm(total=self.max_steps, initial=self.first_step, unit="step", dynamic_ncols=True)
+        # smoothing=0: the time left goes by the average, evaluations included, as in `eta`.
+        shape = {"unit": "step", "dynamic_ncols": True, "smoothing": 0}
+        return tqdm(total=self.max_steps, initial=self.first_step, **shape)
 
     def start_wandb(
         self, folder: Path, project: str, config: dict[str, Any], run_id: str | None
