@@ -87,7 +87,9 @@ def test_the_model_keeps_no_cache():
         first = model(make_tokens())
         model(make_tokens(), cache=cache)
         assert torch.equal(model(make_tokens()), first)
-    assert not any(isinstance(value, KVCache) for m in model.modules() for value in vars(m).values())
+    assert not any(
+        isinstance(value, KVCache) for m in model.modules() for value in vars(m).values()
+    )
 
 
 @torch.no_grad()

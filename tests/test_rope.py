@@ -130,6 +130,8 @@ def test_the_hand_written_backward_is_autograds():
     cos, sin = (table.double() for table in rope(3, 5))
     x = randn(2, 5, 3, 8, dtype=torch.float64).transpose(1, 2).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: RotationFunction.apply(x, cos, sin), x)
-    torch.testing.assert_close(RotationFunction.apply(x, cos, sin), apply_rope(x.detach(), cos, sin))
+    torch.testing.assert_close(
+        RotationFunction.apply(x, cos, sin), apply_rope(x.detach(), cos, sin)
+    )
     trained = apply_rope(x.detach().float().requires_grad_(), cos.float(), sin.float())
     assert "Rotation" in type(trained.grad_fn).__name__  # it is this one that trains on a CPU

@@ -1,0 +1,298 @@
+"""The whole model: causality, the first loss, learning, names, counts, and the loss in chunks."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import gpt
+from model.config import ModelConfig
+from model.gpt import GPT, IGNORE_INDEX, cross_entropy
+
+MODERN = dict(n_kv_heads=2)
+GPT2 = dict(norm="layer", mlp="gelu", position="learned", qk_norm=False, bias=True)
+
+
+def make_model(vocab_size=20, seed=0, attention="sdpa", **given) -> GPT:
+    sizes = dict(n_layers=2, n_heads=4, d_model=32, context_length=16)
+    model = GPT(ModelConfig(**(sizes | given)).resolved(vocab_size), attention)
+    model.init_weights(seed)
+    return model
+
+
+def perturb(model: GPT, by: float = 0.1) -> GPT:
+    """Away from the first weights, with which every block is the identity."""
+    rng = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        p.data += by * torch.randn(p.shape, generator=rng)
+    return model
+
+
+def randint(high, *shape, seed=2):
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "reference", "tiled"])
+@pytest.mark.parametrize("kind", [MODERN, GPT2], ids=["modern", "gpt2"])
+@torch.no_grad()
+def test_a_later_token_never_changes_an_earlier_logit(kind, attention):
+    model = perturb(make_model(attention=attention, **kind)).eval()
+    tokens = randint(20, 1, 12)
+    before = model(tokens)
+    for t in range(12):
+        changed = tokens.clone()
+        changed[0, t] = (changed[0, t] + 7) % 20
+        after = model(changed)
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert (after[:, t:] - before[:, t:]).abs().amax(-1).min() > 1e-5  # all that follow it see
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu", "relu2"])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@torch.no_grad()
+def test_the_first_loss_is_ln_v(norm, mlp, position, tie, bias):
+    kinds = dict(norm=norm, mlp=mlp, position=position, tie_embeddings=tie, bias=bias)
+    kinds |= dict(n_layers=1, d_head=8, d_mlp=32, context_length=32)  # small is fast
+    for width, V in ((64, 65), (128, 300), (768, 65), (768, 2000)):
+        model = make_model(V, d_model=width, **kinds)
+        tokens = randint(V, 16, 32)
+        loss = model(tokens, tokens.roll(-1, dims=1))
+        assert loss.item() == pytest.approx(math.log(V), abs=0.1), (width, V)
+
+
+@pytest.mark.parametrize("kind", [MODERN, GPT2, dict(mlp="relu2", tie_embeddings=True)], ids=str)
+def test_one_batch_is_learned_by_heart(kind):
+    model = make_model(65, **kind)
+    tokens, targets = randint(65, 4, 16), randint(65, 4, 16, seed=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(200):
+        loss = model(tokens, targets)
+        if loss.item() < 0.1:
+            return
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pytest.fail(f"after 200 steps the loss is {loss.item()}")
+
+
+# The loss
+
+
+def chunked_and_plain(V=50, N=37, dtype=torch.float64):
+    """x (B, T, C), head and targets with some ignored, and autograd's own cross entropy of them."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(1, N, 8, generator=rng, dtype=dtype).requires_grad_()
+    head = torch.randn(V, 8, generator=rng, dtype=dtype).requires_grad_()
+    targets = randint(V, 1, N)
+    targets[0, ::5] = IGNORE_INDEX
+    logits = (x @ head.T).flatten(0, 1)
+    plain = F.cross_entropy(logits, targets[0], ignore_index=IGNORE_INDEX, reduction="none")
+    return x, head, targets, plain
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [None, 8, 37, 1])
+def test_the_loss_is_cross_entropy_in_chunks_or_not(monkeypatch, chunk, reduction):
+    if chunk is not None:
+        monkeypatch.setattr(gpt, "LARGE_VOCAB", 1)
+        monkeypatch.setattr(gpt, "CHUNK_TOKENS", chunk)
+    x, head, targets, plain = chunked_and_plain()
+    reduced = {"none": plain[None], "sum": plain.sum(), "mean": plain.sum() / (plain != 0).sum()}
+    got, expected = cross_entropy(x, head, targets, reduction), reduced[reduction]
+    torch.testing.assert_close(got, expected)
+    direction = torch.rand(got.shape, generator=torch.Generator().manual_seed(5)).double()
+    gradients = torch.autograd.grad(got, (x, head), direction)
+    expected = torch.autograd.grad(expected, (x, head), direction)
+    for mine, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    with torch.no_grad():  # evaluation goes by PyTorch's own
+        torch.testing.assert_close(cross_entropy(x, head, targets, reduction), got.detach())
+
+
+@pytest.mark.parametrize("V", [20, gpt.LARGE_VOCAB])
+def test_nothing_to_score_is_a_loss_of_zero(V):
+    model = make_model(V, n_layers=1)
+    tokens = randint(20, 80, 16)  # 1,280 tokens: two chunks
+    loss = model(tokens, torch.full_like(tokens, IGNORE_INDEX))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(p.grad.eq(0).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("target", [20, -1])
+def test_a_target_outside_of_the_vocabulary_is_no_target(target):
+    model, tokens = make_model(20), randint(20, 1, 4)
+    for grad in (True, False):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises((IndexError, RuntimeError), match="out of"),
+        ):
+            model(tokens, torch.full_like(tokens, target))
+
+
+class Largest(torch.overrides.TorchFunctionMode):
+    """Remembers the number of elements of the largest tensor that a function returns."""
+
+    elements = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def saved_elements(compute) -> int:
+    """How many elements autograd keeps for backward, views of one storage counted once."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = compute()  # held, so that no storage is used again for another
+    assert loss.requires_grad
+    return sum(kept.values())
+
+
+def test_a_large_vocabulary_is_never_there_for_all_tokens_at_once(monkeypatch):
+    """B T V = 64 x 1,000; chunks of 8 tokens are an eighth of it, in forward and kept for backward:
+    nothing of V but the head itself."""
+    x, head = torch.randn(4, 16, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
+    targets = randint(1000, 4, 16)
+    monkeypatch.setattr(gpt, "CHUNK_TOKENS", 8)
+    assert saved_elements(lambda: cross_entropy(x, head, targets, "sum")) > 64_000
+    monkeypatch.setattr(gpt, "LARGE_VOCAB", 1000)
+    assert saved_elements(lambda: cross_entropy(x, head, targets, "sum")) < 10_000
+    with Largest() as largest:
+        cross_entropy(x, head, targets, "sum")
+    assert largest.elements == 8 * 1000
+
+
+def test_float16_gradients_survive_by_the_scalers_factor(monkeypatch):
+    """softmax / count over many ids is below float16's smallest number, 6e-8. Scaled before
+    backward, by what GradScaler multiplies the loss with, it is not: the chunks see the factor."""
+    monkeypatch.setattr(gpt, "LARGE_VOCAB", 1)
+    monkeypatch.setattr(gpt, "CHUNK_TOKENS", 16)
+    V, N, scale = 2000, 64, 2.0**12
+    x = torch.rand(1, N, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    head = torch.zeros(V, 16).requires_grad_()
+    targets = torch.zeros(1, N, dtype=torch.long)
+
+    def gradient(factor: float):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = cross_entropy(x, head, targets, "sum") / (N * 1000)
+        return torch.autograd.grad(loss * factor, head)[0] / factor
+
+    # d loss / d head[v] = softmax x / (N * 1000), for all ids that are no target
+    expected = (x[0].sum(0) / V / (N * 1000)).expand(V - 1, 16)
+    torch.testing.assert_close(gradient(scale)[1:], expected.detach(), rtol=0.1, atol=1e-11)
+    assert (gradient(1.0)[1:] == 0).float().mean() > 0.9
+
+
+# Names, counts, seeds
+
+
+def test_names_are_module_paths():
+    names = set(make_model(qk_norm=True, **MODERN).state_dict())
+    per_layer = ["attn_norm", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.o_proj"]
+    per_layer += ["attn.q_norm", "attn.k_norm", "mlp_norm"]
+    per_layer += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    expected = {f"layers.{i}.{name}.weight" for i in range(2) for name in per_layer}
+    assert names == expected | {"embed.weight", "norm.weight", "head.weight"}
+
+    names = set(make_model(tie_embeddings=True, **GPT2).state_dict())
+    per_layer = {name for name in per_layer if "gate" not in name and "attn.q_norm" not in name}
+    per_layer -= {"attn.k_norm"}
+    kinds = ("weight", "bias")
+    expected = {f"layers.{i}.{n}.{kind}" for i in (0, 1) for n in per_layer for kind in kinds}
+    assert names == expected | {"embed.weight", "positions.weight", "norm.weight", "norm.bias"}
+
+
+def test_counts_by_hand():
+    """2 layers, width 32, 4 heads of 8 over 2 key/value heads, MLP 88 wide, 20 ids.
+
+    A layer: q 1,024, k and v 512 each, o 1,024, MLP 3 x 2,816: 11,520 in matrices; norms 32 + 32
+    + 8 + 8. Embedding and head 640 each, the last norm 32: 2 x 11,600 + 1,312 = 24,512.
+    For a token of 10: 6 x (2 x 11,520 + 640) + 12 x 2 layers x 32 x 10 = 149,760.
+    """
+    untied, tied = make_model(20, **MODERN), make_model(20, tie_embeddings=True, **MODERN)
+    assert untied.parameter_count() == 24_512
+    assert tied.parameter_count() == 24_512 - 640
+    for model in (untied, tied):  # the head computes, tied or not; the embedding does not
+        assert model.flops_per_token(10) == 149_760
+    wide = make_model(20, d_head=16, d_mlp=88, n_kv_heads=1)  # heads wider than d_model / n_heads
+    assert wide.flops_per_token(10) == 6 * (2 * (64 + 32 + 64 + 264) * 32 + 640) + 12 * 2 * 64 * 10
+
+
+def test_gpt2s_own_number_of_parameters():
+    with torch.device("meta"):
+        sizes = dict(n_layers=12, n_heads=12, d_model=768, context_length=1024)
+        config = ModelConfig(tie_embeddings=True, **sizes, **GPT2).resolved(50257)
+        assert GPT(config).parameter_count() == 124_439_808
+
+
+def test_the_first_weights_depend_on_the_seed_alone():
+    torch.manual_seed(0)
+    one = make_model(seed=7)
+    torch.manual_seed(1)
+    other = make_model(seed=7)
+    three = make_model(seed=8)
+    for name, p in one.state_dict().items():
+        assert torch.equal(p, other.state_dict()[name]), name
+        drawn = p.dim() > 1 and not name.endswith(("o_proj.weight", "down_proj.weight"))
+        assert torch.equal(p, three.state_dict()[name]) != drawn, name
+    state = torch.random.get_rng_state()
+    three.init_weights(9)  # draws from a generator of its own
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_dropout_is_for_training_and_drawn_from_the_seed():
+    model, tokens = make_model(dropout=0.5), randint(20, 1, 8)
+    torch.manual_seed(3)
+    first = model(tokens)
+    second = model(tokens)
+    torch.manual_seed(3)
+    assert torch.equal(model(tokens), first)
+    assert not torch.equal(first, second)
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_what_does_not_fit_is_said():
+    model = make_model()
+    with pytest.raises(ValueError, match=re.escape("17 tokens exceed model.context_length=16")):
+        model(torch.zeros(1, 17, dtype=torch.long))
+    with pytest.raises(ValueError, match="resolved"):
+        GPT(ModelConfig())
+
+
+def test_backends_can_be_switched():
+    model, tokens = perturb(make_model(**MODERN)).eval(), randint(20, 2, 9)
+    with torch.no_grad():
+        expected = model(tokens)
+        for backend in ("reference", "tiled"):
+            model.use_attention(backend)
+            torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated; sizes are turned to booleans
+@pytest.mark.parametrize("kind", [MODERN, GPT2], ids=["modern", "gpt2"])
+def test_a_traced_model_runs_at_other_lengths(kind, tmp_path):
+    """TorchScript, saved and loaded: no Python is left in it, and no size is frozen."""
+    model = perturb(make_model(**kind)).eval()
+    with torch.no_grad():
+        traced = torch.jit.trace(model, randint(20, 2, 8), check_trace=False)
+        torch.jit.save(traced, tmp_path / "model.pt")
+        traced = torch.jit.load(tmp_path / "model.pt")
+        for shape in ((1, 1), (3, 16), (2, 5)):
+            tokens = randint(20, *shape)
+            torch.testing.assert_close(traced(tokens), model(tokens), rtol=0, atol=1e-5)
