@@ -15,8 +15,8 @@ from data.bpe import JSON_FILE, byte_of_character
 from data.options import ConfigError
 from data.pretrained import CONFIG_FILE
 from data.tokenizer import Tokenizer
+from data.vocabulary import END_OF_TEXT
 
-END_OF_TEXT = "<|endoftext|>"
 PROBE = (
     "The quick brown fox's 12 lazy dogs -- they'LL jump 3.14159 times!\n\n\tdef f(x):\n"
     "        return x ** 2  # caf\u00e9, na\u00efve, \u00df, \u0416\u0443\u043a, "
@@ -92,7 +92,7 @@ def _from_table(tokenizer: Tokenizer) -> dict[str, Any]:
     kind = about["kind"]
     if kind == "char":
         vocabulary = {c: i for i, c in enumerate(about["alphabet"])}
-        return _tokenizer_json(vocabulary, [], None, {"type": "Fuse"}, tokenizer.eot)
+        return _tokenizer_json(vocabulary, [], None, {"type": "Fuse"}, tokenizer.special)
     characters = {b: c for c, b in byte_of_character().items()}
     ids = {piece: i for i, piece in enumerate(tokenizer.table) if piece}
     spelled = {piece: "".join(characters[b] for b in piece) for piece in ids}
@@ -110,19 +110,23 @@ def _from_table(tokenizer: Tokenizer) -> dict[str, Any]:
         before = {"type": "Sequence", "pretokenizers": [split, level]}
     vocabulary = {spelled[piece]: i for piece, i in ids.items()}
     pairs = [[spelled[a], spelled[b]] for a, b in merges]
-    return _tokenizer_json(vocabulary, pairs, before, level, tokenizer.eot)
+    return _tokenizer_json(vocabulary, pairs, before, level, tokenizer.special)
 
 
 def _tokenizer_json(
-    vocabulary: dict[str, int], merges: list, before: dict | None, decoder: dict, eot: int | None
+    vocabulary: dict[str, int],
+    merges: list,
+    before: dict | None,
+    decoder: dict,
+    special: dict[str, int],
 ) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    end = {"id": eot, "content": END_OF_TEXT, **flags, "special": True}
+    by_id = sorted(special.items(), key=lambda item: item[1])
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [] if eot is None else [end],
+        "added_tokens": [{"id": i, "content": t, **flags, "special": True} for t, i in by_id],
         "normalizer": None,
         "pre_tokenizer": before,
         "post_processor": None,
@@ -168,4 +172,5 @@ def _oniguruma(pattern: str) -> str:
     There `{1,3}+` repeats, where tiktoken's is possessive, and `$` matches at every line's end. The
     patterns of tiktoken are possessive for speed alone; that the ids stay the same is checked.
     """
-    return re.sub(r"(?<=[+*?}])\+", "", pattern).replace("$", r"\z")
+    greedy = re.sub(r"([+*?]|\{\d+(?:,\d*)?\})\+", r"\1", pattern)
+    return greedy.replace("$", r"\z")

@@ -1,0 +1,394 @@
+"""Exports run elsewhere: transformers, onnxruntime and a fresh process with torch alone."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import sample
+import tools.export
+from data.bpe import train_bpe
+from data.options import ConfigError
+from data.pretrained import hf_from_json, tiktoken_from_ranks
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.vocabulary import byte_tokenizer, char_tokenizer
+from model.config import ModelConfig
+from model.gpt import GPT
+from tools import export_graph, export_hf, export_onnx
+from tools.export_graph import ExportError, GraphGPT, empty_past, input_names, make_cases
+from tools.export_tokenizer import PROBE, write_tokenizer
+from training.weights import load_for_sampling
+
+CONTEXT = 96
+# config/small.py's architecture (Qwen3's), with grouped heads; and GPT-2's, its head tied.
+SMALL = {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_model": 32, "context_length": CONTEXT}
+GPT2 = {"norm": "layer", "mlp": "gelu", "position": "learned", "qk_norm": "false", "bias": "true"}
+GPT2 |= {"tie_embeddings": "true", "n_kv_heads": "none"}
+
+
+@pytest.fixture(scope="module")
+def small(train_tiny, tmp_path_factory) -> Path:
+    """A run in the way of config/small.py: BPE, Muon, 12 steps."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    options = {"tokenizer": "bpe:300", "optimizer": "muon", "max_steps": 12, "eval_interval": 12}
+    assert train_tiny(folder, **SMALL, **options, checkpoint_interval=12) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpt2(train_tiny, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "gpt2"
+    options = {**SMALL, **GPT2, "vocab_size": 64, "max_steps": 4}  # padded: the text has fewer
+    assert train_tiny(folder, **options) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(small, tmp_path_factory):
+    """exported("onnx") -> the folder of the small run in that format, made once."""
+    made: dict[str, Path] = {}
+
+    def export(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("exports") / kind
+            tools.export.main([str(small), f"--format={kind}", f"--out={made[kind]}"])
+        return made[kind]
+
+    return export
+
+
+def greedy_text(command, run: Path, prompt: str) -> str:
+    options = ["--temperature=0", "--max_new_tokens=64", "--ignore_eot", "--device=cpu"]
+    code, out, _ = command(sample.main, run, f"--prompt={prompt}", *options)
+    assert code == 0
+    return out.removesuffix("\n")
+
+
+# Hugging Face
+
+
+def test_transformers_continues_as_sample_py_does(small, exported, command):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(exported("hf"), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(exported("hf"))
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == len(tokenizer) - 1
+    given = tokenizer("def f1(", return_tensors="pt")
+    model.generation_config.eos_token_id = None  # as with --ignore_eot
+    found = model.generate(**given, max_new_tokens=64, do_sample=False)
+    assert found.shape[1] == given["input_ids"].shape[1] + 64
+    assert tokenizer.decode(found[0]).replace("<|endoftext|>", "") == greedy_text(
+        command, small, "def f1("
+    )
+
+
+def test_a_tied_head_stays_tied_and_padding_is_never_drawn(gpt2, command, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    code, said, _ = command(tools.export.main, gpt2, f"--out={tmp_path / 'hf'}")
+    assert code == 0
+    assert "GPT2LMHeadModel" in said and "largest difference" in said
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    n_ids = load_tokenizer(tmp_path / "hf").vocab_size
+    assert n_ids < model.config.vocab_size == 64
+    torch.manual_seed(0)
+    drawn = model.generate(
+        torch.zeros(20, 1, dtype=torch.int64),
+        attention_mask=torch.ones(20, 1, dtype=torch.int64),
+        do_sample=True,
+        temperature=5.0,
+        top_k=0,
+        max_new_tokens=90,
+    )
+    assert int(drawn.max()) < n_ids
+
+
+def test_what_fits_no_class_leaves_nothing_behind(train_tiny, tmp_path, command):
+    run, out = tmp_path / "run", tmp_path / "hf"
+    train_tiny(run, mlp="relu2", max_steps=1)
+    code, _, err = command(tools.export.main, run, f"--out={out}")
+    assert code == 2
+    assert "model.mlp=relu2" in err and "--format=onnx" in err
+    assert not list(tmp_path.glob("*hf*"))
+
+
+def test_a_folder_that_is_there_is_not_touched(small, tmp_path, command):
+    (tmp_path / "mine").write_text("precious")
+    code, _, err = command(tools.export.main, small, f"--out={tmp_path}")
+    assert code == 2
+    assert "is there already" in err
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["hf", "onnx", "torchscript", "torch_export"])
+def test_everybody_may_read_what_was_exported(exported, kind):
+    folder = exported(kind)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o644}
+    assert folder.stat().st_mode & 0o777 == 0o755
+    # The tokenizer goes with every format.
+    there = folder if kind == "hf" else folder / "tokenizer"
+    assert load_tokenizer(there).encode("def f1(x):") == load_tokenizer(
+        exported("onnx") / "tokenizer"
+    ).encode("def f1(x):")
+
+
+def test_transformers_disagreeing_is_an_error(small, tmp_path, command, monkeypatch):
+    write = export_hf.write_folder
+
+    def wrong(folder, config, *rest, **options):
+        write(folder, replace(config, rope_theta=20000.0), *rest, **options)
+
+    monkeypatch.setattr(export_hf, "write_folder", wrong)
+    code, _, err = command(tools.export.main, small, f"--out={tmp_path / 'hf'}")
+    assert code == 4
+    assert "largest difference" in err and "allowed" in err
+    assert not list(tmp_path.iterdir())
+
+
+# Tokenizers
+
+
+TEXTS = [
+    "The cat's 12345 hats, we've seen 3.14!\n\n  x = f(y)\n",
+    PROBE,
+    "def f(x):\n    return x\n",
+]
+
+
+def as_tiktoken(pattern: str) -> Tokenizer:
+    """Ranks as tiktoken has them, of a BPE trained here, with its end-of-text two ids further."""
+    trained = train_bpe("bpe:500", 500, TEXTS * 3)
+    pieces = [piece for piece in trained.table if piece]
+    lines = [f"{base64.b64encode(piece).decode()} {i}\n" for i, piece in enumerate(pieces)]
+    about = {"name": "cl100k_base", "pattern": pattern}
+    special = {"<|fim|>": len(pieces) + 1, "<|endoftext|>": len(pieces) + 2}
+    about |= {"vocab_size": len(pieces) + 3, "special": special}
+    return tiktoken_from_ranks(about, "".join(lines))
+
+
+# tiktoken's own, as its source has them: possessive quantifiers, and $ for the text's end.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+CL100K_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+OURS = {
+    "byte": byte_tokenizer,
+    "char": lambda: char_tokenizer("".join(sorted(set(PROBE) | {"\u2581", "<", "|"})), True),
+    "char without an end": lambda: char_tokenizer("\n abc", False),
+    "bpe": lambda: train_bpe("bpe:400", 400, TEXTS),
+    "gpt2": lambda: as_tiktoken(GPT2_PATTERN),
+    "cl100k_base": lambda: as_tiktoken(CL100K_PATTERN),
+}
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_tokenizer_gives_the_same_ids_as_tokenizer_json(kind, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = OURS[kind]()
+    write_tokenizer(tokenizer, tmp_path, 64)
+    theirs, back = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    texts = ["", " ", "a b\n\nc  "] if kind == "char without an end" else ["", " ", *TEXTS]
+    if kind == "char":
+        texts = ["", " ", PROBE]
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ids
+        assert theirs.decode(ids) == text
+        assert back.encode(text) == ids
+        assert back.decode(ids) == text
+    assert theirs.eos_token_id == tokenizer.eot == back.eot
+
+
+def test_a_tokenizer_that_cannot_become_one_is_refused_by_name(tmp_path):
+    # Python's regex and tiktoken's know what Oniguruma reads as something else: here a line's end.
+    odd = as_tiktoken(r"\d{1,3}+|[^\d\n]+|\n+")
+    odd.files["plaingpt_tokenizer.json"] = odd.files["plaingpt_tokenizer.json"].replace(
+        "1,3", "1,2"
+    )
+    with pytest.raises(ConfigError, match="tokenizer cl100k_base: cannot become"):
+        write_tokenizer(odd, tmp_path, 64)
+
+
+def test_a_tokenizer_json_of_others_is_kept_as_it_was(tmp_path):
+    text = train_bpe("bpe:300", 300, TEXTS).files["tokenizer.json"]
+    config = '{"eos_token": "<|endoftext|>", "bos_token": {"content": "!"}, "chat": 1}'
+    tokenizer = hf_from_json("hf:x", text, config)
+    write_tokenizer(tokenizer, tmp_path, 64)
+    assert (tmp_path / "tokenizer.json").read_text() == text
+    assert '"chat": 1' in (tmp_path / "tokenizer_config.json").read_text()
+    assert export_hf._bos(tokenizer, tmp_path) == tokenizer.encode("!")[0]
+
+
+# Graphs
+
+
+@pytest.fixture(scope="module")
+def onnx_session(exported):
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(str(exported("onnx") / "model.onnx"))
+
+
+def run_onnx(session, config: ModelConfig, tokens, past) -> list[torch.Tensor]:
+    named = zip(input_names(config), (tokens, *past), strict=True)
+    found = session.run(None, {name: tensor.numpy() for name, tensor in named})
+    return [torch.from_numpy(array) for array in found]
+
+
+@torch.no_grad()
+def test_onnx_computes_the_same_at_every_shape(small, onnx_session):
+    model, _ = load_for_sampling(small, "", torch.device("cpu"))
+    config, rng = model.config, torch.Generator().manual_seed(3)
+    for B, T, P in itertools.product((1, 3), (1, 8, 37), (0, 20)):
+        ids = torch.randint(config.vocab_size, (B, P + T), generator=rng)
+        expected, past = model(ids), empty_past(config, B)
+        if P:
+            _, *past = run_onnx(onnx_session, config, ids[:, :P], past)
+        logits, *present = run_onnx(onnx_session, config, ids[:, P:], past)
+        assert present[0].shape == (B, config.n_kv_heads, P + T, config.d_head)
+        scale = max(1.0, float(expected.abs().max()))
+        assert float((logits - expected[:, P:]).abs().max()) <= 1e-4 * scale, (B, T, P)
+
+
+def test_onnxruntime_continues_as_sample_py_does(small, exported, onnx_session, command):
+    config = load_for_sampling(small, "", torch.device("cpu"))[0].config
+    tokenizer = load_tokenizer(exported("onnx") / "tokenizer")
+    ids = tokenizer.encode("def f1(")
+    logits, *past = run_onnx(onnx_session, config, torch.tensor([ids]), empty_past(config, 1))
+    for _ in range(64):
+        ids.append(int(logits[0, -1].argmax()))
+        logits, *past = run_onnx(onnx_session, config, torch.tensor([ids[-1:]]), past)
+    assert tokenizer.decode(ids) == greedy_text(command, small, "def f1(")
+
+
+def test_onnx_refuses_positions_beyond_the_context(small, onnx_session):
+    config = load_for_sampling(small, "", torch.device("cpu"))[0].config
+    tokens = torch.zeros(1, CONTEXT + 1, dtype=torch.int64)
+    with pytest.raises(Exception, match="invalid index"):
+        run_onnx(onnx_session, config, tokens, empty_past(config, 1))
+
+
+def test_onnx_is_well_formed_and_made_of_tensorrt_operators(exported):
+    import onnx
+
+    path = exported("onnx") / "model.onnx"
+    onnx.checker.check_model(str(path), full_check=True)
+    graph = onnx.shape_inference.infer_shapes(
+        onnx.load(str(path)), strict_mode=True, data_prop=True
+    ).graph
+    listed = set(export_onnx.TENSORRT_OPERATORS.split())
+    assert 100 < len(listed) < 160
+    assert {node.op_type for node in graph.node} <= listed
+    free = {d.dim_param for i in graph.input for d in i.type.tensor_type.shape.dim if d.dim_param}
+    assert free == {"batch", "length", "past"}
+    assert [output.name for output in graph.output][:2] == ["logits", "present.0.key"]
+
+
+def test_the_tensorrt_command_names_every_input(small):
+    config = load_for_sampling(small, "", torch.device("cpu"))[0].config
+    line = export_onnx.trtexec_line(Path("x/model.onnx"), config)
+    assert line.startswith("trtexec --onnx=x/model.onnx --saveEngine=x/model.engine ")
+    for option in ("min", "opt", "max"):
+        assert line.count(f"--{option}Shapes=input_ids:") == 1
+    assert line.count("past_key_values.1.value:") == 3
+    assert "--minShapes=input_ids:1x1,past_key_values.0.key:1x2x0x8," in line
+    assert line.endswith("past_key_values.1.value:4x2x48x8")
+
+
+def test_an_operator_that_tensorrt_lacks_is_an_error(
+    small, exported, tmp_path, command, monkeypatch
+):
+    made = exported("onnx") / "model.onnx"
+    monkeypatch.setattr(export_onnx, "_write", lambda graph, path: shutil.copy(made, path))
+    monkeypatch.setattr(export_onnx, "TENSORRT_OPERATORS", "Add Mul")
+    code, _, err = command(tools.export.main, small, "--format=onnx", f"--out={tmp_path / 'x'}")
+    assert code == 4
+    assert "operators that TensorRT lacks" in err and "Softmax" in err
+    assert not list(tmp_path.iterdir())
+
+
+FRESH = """
+import sys, torch, safetensors.torch
+folder, module = sys.argv[1], None
+cases = safetensors.torch.load_file(folder + "/cases.safetensors")
+n_layers, H, D = cases["shape"].tolist()
+for path, load in (("torchscript/model.pt", torch.jit.load),
+                   ("torch_export/model.pt2", lambda p: torch.export.load(p).module())):
+    module, worst = load(folder + "/" + path), 0.0
+    for i in range(int(cases["n"])):
+        past_ids, ids, expected = (cases[f"{i}.{name}"] for name in ("past", "tokens", "logits"))
+        with torch.no_grad():
+            past = [torch.zeros(ids.shape[0], H, 0, D)] * (2 * n_layers)
+            if past_ids.shape[1]:
+                past = list(module(past_ids, *past))[1:]
+            logits = module(ids, *past)[0]
+        worst = max(worst, float((logits - expected).abs().max()))
+    print(worst)
+assert not [name for name in sys.modules if name.split(".")[0] in ("model", "tools", "training")]
+"""
+
+
+def test_torch_graphs_compute_the_same_in_a_fresh_process(small, exported, tmp_path):
+    model, _ = load_for_sampling(small, "", torch.device("cpu"))
+    config, cases = model.config, make_cases(model)
+    assert {tuple(case.tokens.shape) for case in cases} >= {(1, 1), (1, 8), (3, 37)}
+    saved = {"shape": torch.tensor([config.n_layers, config.n_kv_heads, config.d_head])}
+    saved["n"] = torch.tensor(len(cases))
+    for i, case in enumerate(cases):
+        saved |= {
+            f"{i}.past": case.past_tokens.contiguous(),
+            f"{i}.tokens": case.tokens.contiguous(),
+        }
+        saved[f"{i}.logits"] = case.logits.contiguous()
+    safetensors.torch.save_file(saved, tmp_path / "cases.safetensors")
+    for kind in ("torchscript", "torch_export"):
+        (tmp_path / kind).symlink_to(exported(kind))
+    ended = subprocess.run(
+        [sys.executable, "-c", FRESH, tmp_path], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert all(float(line) <= 1e-5 for line in ended.stdout.split())
+    assert len(ended.stdout.split()) == 2
+
+
+def test_a_graph_that_computes_something_else_is_an_error(small, tmp_path, command, monkeypatch):
+    forward = GraphGPT.forward
+
+    def late(self, tokens, *past):  # positions count from 1 once there is a past
+        self.model.rope.cos = self.model.rope.cos.roll(-int(past[0].shape[2] > 0), 0)
+        return forward(self, tokens, *past)
+
+    monkeypatch.setattr(GraphGPT, "forward", late)
+    options = ["--format=torchscript", f"--out={tmp_path / 'x'}"]
+    code, _, err = command(tools.export.main, small, *options)
+    assert code == 4
+    assert "the export differs from the model" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_not_a_number_is_never_within_the_limit():
+    config = ModelConfig(n_layers=1, d_model=16, context_length=16).resolved(20)
+    cases = make_cases(GPT(config).eval())
+    nan = [torch.full_like(cases[0].logits, float("nan"))]
+    with pytest.raises(ExportError, match="nan"):
+        export_graph.compare(lambda tokens, past: nan, cases[:1], config, 1e-4)
+
+
+def test_a_context_too_short_to_trace_is_refused():
+    config = ModelConfig(n_layers=1, d_model=16, context_length=7).resolved(20)
+    with pytest.raises(ConfigError, match="model.context_length=7"):
+        export_graph.example_inputs(config)
