@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from data import bpe, pretrained
+from data.meta import DamagedData
+from data.options import ConfigError
 from data.vocabulary import FILE, Tokenizer, byte_tokenizer, char_tokenizer
 
-__all__ = ["StreamDecoder", "Tokenizer", "build_tokenizer", "load_tokenizer", "start_ids"]
+__all__ = ["StreamDecoder", "Tokenizer", "load_tokenizer", "ready_tokenizer", "start_ids"]
 
 
-def build_tokenizer(
-    name: str, alphabet: Callable[[], tuple[str, bool]], sample: Callable[[], Iterable[str]]
-) -> Tokenizer:
-    """The tokenizer of this name: made from the text (char, bpe:N), or somebody else's.
+def ready_tokenizer(name: str) -> Tokenizer | None:
+    """The tokenizer of this name; None if it is made from the text (char, bpe:N).
 
-    alphabet() gives the text's distinct characters, sorted, and whether it has several documents;
-    sample() text to train on. Only the one that is needed is called.
+    Raises ConfigError if somebody else's is not to be had.
     """
-    if name == "char":
-        return char_tokenizer(*alphabet())
+    if name == "char" or name.startswith("bpe:"):
+        return None
     if name == "byte":
         return byte_tokenizer()
-    if name.startswith("bpe:"):
-        return bpe.train_bpe(name, int(name.removeprefix("bpe:")), sample())
     if name.startswith("hf:"):
         return pretrained.hf_from_folder(name.removeprefix("hf:"))
     return pretrained.tiktoken_by_name(name)
@@ -35,9 +31,17 @@ def build_tokenizer(
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that `save` wrote into this folder, or a Hugging Face tokenizer.json.
 
-    Touches no network. Raises ConfigError if there is none.
+    Touches no network. Raises ConfigError if there is none, DamagedData if it cannot be read.
     """
-    folder = Path(folder)
+    try:
+        return _load(Path(folder))
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError) as error:
+        if isinstance(error, (ConfigError, PermissionError)):
+            raise
+        raise DamagedData(f"{folder}: the tokenizer cannot be read ({error!r})") from error
+
+
+def _load(folder: Path) -> Tokenizer:
     if not (folder / FILE).is_file():
         return pretrained.hf_from_folder(str(folder))
     about = json.loads(_text(folder, FILE))

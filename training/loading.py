@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from data.options import ConfigError
+from training.config import Config, from_json
 from training.manifest import (
     MODEL,
     OPTIM,
@@ -52,3 +54,31 @@ def load_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
     if state.step != manifest["step"]:
         raise DamagedCheckpoint(f"{path / STATE}: step {state.step}, not {manifest['step']}")
     return Checkpoint(path, run, state, manifest["about"])
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """The config that a checkpoint was made with.
+
+    Raises DamagedCheckpoint if it is none, or is of a larger model than the weights are: sizes that
+    come from a file are checked before anything is allocated.
+    """
+    path = checkpoint.path / RUN
+    try:
+        config = from_json(checkpoint.run)
+        problems = config.problems()
+        if config.model.vocab_size is None:
+            problems.append("model.vocab_size is missing")
+        if problems:
+            raise ConfigError(problems)
+        shape = config.model.resolved(config.model.vocab_size)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+    heads = 2 * (shape.n_heads + shape.n_kv_heads) * shape.d_head  # q, o, k and v
+    block = shape.d_model * (heads + 2 * shape.d_mlp)  # at least: an MLP may have a gate
+    at_least = 4 * (shape.vocab_size * shape.d_model + shape.n_layers * block)
+    size = (checkpoint.path / MODEL).stat().st_size
+    if at_least > size:
+        raise DamagedCheckpoint(
+            f"{path} is of a model of {at_least:,} bytes or more, {MODEL} has {size:,}"
+        )
+    return config

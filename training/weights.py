@@ -21,7 +21,8 @@ from model import huggingface
 from model.config import ModelConfig
 from model.gpt import GPT
 from training.checkpoint import MANIFEST, find_checkpoint, load_model_tensors
-from training.config import Config, from_json
+from training.config import Config
+from training.loading import config_of
 from training.precision import pick_attention
 
 Say = Callable[[str], None]
@@ -58,7 +59,7 @@ def find_weights(name: str | Path, which: str = "") -> Weights:
         read = partial(huggingface.read_tensors, path, config)
         return Weights(path, "Hugging Face", config, path, read)
     found = find_checkpoint(path, which)
-    config = from_json(found.run).model
+    config = config_of(found).model
     origin = f"step {found.state.step}"
     return Weights(found.path, origin, config, found.path / "tokenizer", found.model_tensors)
 

@@ -1,0 +1,27 @@
+"""A training under torchrun, one rank of which is killed once: RANK STEP, then train.py's line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+    import training.run
+    from data.options import run_command
+    from train import main
+
+    victim, at = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+    take_step = training.run.take_step
+
+    def dying(run, batches) -> None:
+        first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first_attempt and (run.setup.ranks.rank, run.state.step) == (victim, at):
+            os.kill(os.getpid(), signal.SIGKILL)
+        take_step(run, batches)
+
+    training.run.take_step = dying
+    run_command(main)

@@ -1,0 +1,92 @@
+"""Many processes at once: one winner of a folder, one preparation of the same data."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import pytest
+from faultlib import Shared, ended, fork_command, wait_for
+
+from data.config import DataConfig
+from data.prepare import prepare
+from training.folder import lock_folder
+
+RACERS = 8
+
+
+def race(command, n: int) -> list[int]:
+    """n processes that begin at one moment; their exit codes."""
+    shared = Shared(n + 1)
+
+    def begin(number: int):
+        def racer(argv: list[str]) -> int:
+            shared[number] = 1
+            while not shared[n]:
+                pass
+            return command()
+
+        return racer
+
+    pids = [fork_command(begin(number), []) for number in range(n)]
+    wait_for(lambda: all(shared[number] for number in range(n)))
+    shared[n] = 1
+    return [ended(pid) for pid in pids]
+
+
+@pytest.mark.parametrize("races", [10, pytest.param(100, marks=pytest.mark.faults)])
+def test_races_for_one_folder(races, tmp_path, figure):
+    shared = Shared()
+
+    def command() -> int:
+        with lock_folder(tmp_path / "run"):
+            while not shared[0]:  # until all others have been turned away
+                time.sleep(0.001)
+        return 0
+
+    def turned_away() -> int:
+        try:
+            return command()
+        except BaseException:
+            with open(tmp_path / "away", "ab", buffering=0) as file:
+                file.write(b"x")
+            if (tmp_path / "away").stat().st_size >= 3:
+                shared[0] = 1
+            raise
+
+    for _ in range(races):
+        shared[0] = 0
+        (tmp_path / "away").unlink(missing_ok=True)
+        assert sorted(race(turned_away, 4)) == [0, 6, 6, 6]
+    figure(f"{races} races of 4 trainings for one folder", "one winner each")
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.faults)])
+def test_preparations_of_the_same_data_at_once(rounds, tiny_folder, tmp_path, figure):
+    """Eight processes, each in a race with the others; all end well, with the same files."""
+    found = set()
+    for number in range(rounds):
+        place = tmp_path / str(number)
+        config = DataConfig(
+            source=str(tiny_folder / "text.txt"), tokenizer="bpe:280", prepared_dir=str(place),
+            split="tail", val_fraction=0.2, workers=0,
+        )  # fmt: skip
+
+        def command(config: DataConfig = config) -> int:
+            prepare(config, say=lambda text: None, progress=False)
+            return 0
+
+        assert race(command, RACERS) == [0] * RACERS
+        assert len([path for path in place.iterdir() if path.name[0] != "."]) == 1
+        found.add(digest_of(place))
+    assert len(found) == 1
+    figure(f"{rounds} preparations by {RACERS} processes", "one folder each; one SHA-256")
+
+
+def digest_of(place: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(place.rglob("*")):
+        if path.is_file() and path.name[0] != ".":
+            digest.update(str(path.relative_to(place)).encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,187 @@
+"""Ranks that are killed, stopped or left alone; real torchrun where it matters."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+from faultlib import ROOT, Job, Shared, bits, ended, train, verified, wait_for
+
+import training.run
+
+STEPS = 12
+RUN = {"dropout": 0.2, "max_steps": STEPS, "eval_interval": 4, "checkpoint_interval": 2}
+RUN |= {"micro_batch": 1, "quiet": "true", "reduction": "exact"}
+
+
+def torchrun(world: int, script: list[str], *options: str, **more) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
+    command += [f"--nproc_per_node={world}", *script]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, **more)
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(20, marks=pytest.mark.faults)])
+def test_a_random_rank_killed_under_torchrun_is_started_again(jobs, tiny_argv, tmp_path, figure):
+    """The bits are those of one rank that was never killed."""
+    assert train(tiny_argv(tmp_path / "plain", **RUN)) == 0
+    wanted, rng, equal = bits(tmp_path / "plain", STEPS), random.Random(jobs), 0
+    for number in range(jobs):
+        argv = tiny_argv(tmp_path / str(number), **RUN)
+        victim = [str(rng.randrange(2)), str(rng.randrange(1, STEPS))]
+        job = torchrun(2, ["tests/rank_killer.py", *victim, *argv], "--max-restarts=2")
+        told = job.communicate(timeout=300)[1]
+        assert job.returncode == 0, told
+        assert "exitcode: -9" in told  # it was killed
+        assert bits(tmp_path / str(number), STEPS) == wanted
+        equal += 1
+    figure(
+        f"random rank killed under torchrun --max-restarts, {jobs} jobs",
+        f"{equal} of {jobs} end, bit-equal to one rank never killed",
+    )
+
+
+def stopping(shared: Shared, victim: int, at: int):
+    """A hook: the victim stops itself (SIGSTOP) before update `at` + 1 and says when."""
+
+    def patch() -> None:
+        take_step = training.run.take_step
+
+        def stop(run, batches) -> None:
+            if (run.setup.ranks.rank, run.state.step) == (victim, at):
+                shared[0] = time.monotonic()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            take_step(run, batches)
+
+        training.run.take_step = stop
+
+    return patch
+
+
+@pytest.mark.parametrize(
+    "world, victim, limit",
+    [
+        (2, 1, 2.0),
+        pytest.param(2, 0, 5.0, marks=pytest.mark.faults),
+        pytest.param(4, 3, 5.0, marks=pytest.mark.faults),
+        pytest.param(4, 1, 10.0, marks=pytest.mark.faults),
+    ],
+)
+def test_a_stopped_rank_is_named_and_the_others_end(
+    world, victim, limit, tiny_argv, tmp_path, figure
+):
+    shared = Shared()
+    argv = tiny_argv(tmp_path / "run", **{**RUN, "timeout": limit})
+    job = Job(world, argv, tmp_path, before=stopping(shared, victim, 4))
+    others = [pid for rank, pid in enumerate(job.pids) if rank != victim]
+    codes = [ended(pid) for pid in others]
+    seconds = time.monotonic() - shared[0]
+    os.kill(job.pids[victim], signal.SIGKILL)
+    ended(job.pids[victim])
+    assert codes == [7] * len(others), job.text()
+    assert seconds < limit + 5
+    for rank, log in enumerate(job.logs):
+        if rank != victim:
+            assert f"waited for rank {victim}: step 5, " in log.read_text(), log.read_text()
+    figure(
+        f"SIGSTOP on rank {victim} of {world}, time-out {limit:g} s",
+        f"the others end after {seconds:.1f} s and name rank and step",
+    )
+
+
+@pytest.mark.faults
+def test_no_orphans_when_torchrun_itself_is_killed(tiny_argv, tmp_path, figure):
+    """kill -9 of torchrun: the workers save, and are gone."""
+    argv = tiny_argv(tmp_path / "run", **{**RUN, "max_steps": 100_000})
+    job = torchrun(2, ["train.py", *argv])
+    wait_for(lambda: (tmp_path / "run" / "checkpoints").is_dir(), 120)
+    children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True)
+    workers = [int(pid) for pid in children.stdout.split()]
+    assert len(workers) == 2
+    began = time.monotonic()
+    job.kill()
+    job.wait()
+    wait_for(lambda: not any(alive(pid) for pid in workers), 60)
+    seconds = time.monotonic() - began
+    assert verified(tmp_path / "run")
+    figure("kill -9 of torchrun", f"no orphans; the ranks end after {seconds:.1f} s, saved")
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.faults
+def test_sigterm_to_torchrun_saves_at_the_current_step(tiny_argv, tmp_path):
+    argv = tiny_argv(tmp_path / "run", **{**RUN, "max_steps": 100_000, "quiet": "false"})
+    job = torchrun(2, ["train.py", *argv], stdout=subprocess.PIPE)
+    wait_for(lambda: (tmp_path / "run" / "checkpoints").is_dir(), 120)
+    job.terminate()
+    said, _ = job.communicate(timeout=60)
+    stopped = re.search(r"stopped at step (\d+) of", said)
+    assert stopped and verified(tmp_path / "run")[-1] == int(stopped[1])
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_time_per_step_exact_against_fast(micro_batch, tmp_path, figure):
+    """The shape of config/small.py on two ranks of one thread; 8 or 2 micro-batches a step; the two
+    ways take turns, so that what else the machine does falls on both."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from model.config import ModelConfig
+    from model.gpt import GPT
+    from training.distributed import join_ranks
+    from training.optimizer import Optimizers
+    from training.precision import Precision
+    from training.sections import OptimConfig
+    from training.step import Setup, train_step
+
+    def command(argv: list[str]) -> int:
+        ranks = join_ranks("auto", 300)
+        ranks.start("cpu")
+        shape = ModelConfig(n_layers=4, n_heads=4, d_model=256, context_length=256).resolved(4096)
+        model, precision = GPT(shape), Precision(torch.float32, "cpu")
+        model.init_weights(1)
+        optimizers = Optimizers(model, OptimConfig(), "cpu")
+        n_micro = 8 // micro_batch
+        batch = torch.randint(4096, (micro_batch, 256))
+        share = [(batch, batch)] * (n_micro // 2)
+        times: dict[str, list[float]] = {"exact": [], "fast": []}
+        for step in range(24):
+            way = ("exact", "fast")[step % 2]
+            ddp = DistributedDataParallel(model) if way == "fast" else None
+            setup = Setup(
+                model, optimizers, precision.scaler(), precision, ranks, way, n_micro, 1, 1.0, ddp
+            )
+            ranks.sum_ints([1], "beginning together")
+            began = time.perf_counter()
+            train_step(setup, share, step)
+            times[way].append(time.perf_counter() - began)
+            del ddp, setup
+        exact, fast = (statistics.median(times[way][2:]) for way in ("exact", "fast"))
+        if ranks.first:
+            print(f"RATIO {exact:.4f} {fast:.4f}")
+        ranks.close()
+        return 0
+
+    job = Job(2, [], tmp_path, command=command)
+    assert job.wait(600) == [0, 0], job.text()
+    exact, fast = map(float, re.search(r"RATIO (\S+) (\S+)", job.text()).groups())
+    figure(
+        f"time per step, exact against fast, 2 ranks, {8 // micro_batch} micro-batches of "
+        f"{micro_batch} x 256, 4 layers x 256",
+        f"{1e3 * exact:.0f} ms / {1e3 * fast:.0f} ms = {exact / fast:.2f}",
+    )
