@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from data.bpe import train_bpe
 from data.config import DataConfig
 from data.encode import Encoded, encode_task, grouped, in_order, n_workers
 from data.meta import SPLITS, Meta, Shard, fingerprint, write_json, write_meta
@@ -21,8 +22,8 @@ from data.pretokenized import encoded_ids
 from data.record import SOURCE_FILE
 from data.sources import Source
 from data.split import Split, is_chosen, resolve_split
-from data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
-from data.vocabulary import code_points
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.vocabulary import char_tokenizer, code_points
 from data.writer import ShardWriter
 
 SAMPLE_BYTES = 32 << 20  # of text that a BPE is trained on
@@ -39,12 +40,18 @@ class Plan:
     sources: list[Source]
     weights: list[float]
     splits: list[Split]
+    tokenizer: Tokenizer | None  # one that is not made from the text
 
     def pieces(self, source: Source) -> Iterator:
         return source.pieces(self.config.text_field, self.config.errors)
 
 
-def make_plan(config: DataConfig, sources: list[Source], weights: list[float]) -> Plan:
+def make_plan(
+    config: DataConfig,
+    sources: list[Source],
+    weights: list[float],
+    tokenizer: Tokenizer | None = None,
+) -> Plan:
     """Decide how each source is split. Raises ConfigError for a source that holds no text."""
     splits = []
     for source in sources:
@@ -55,7 +62,7 @@ def make_plan(config: DataConfig, sources: list[Source], weights: list[float]) -
             raise ConfigError(f"data.source={source.spec} holds no text, or white space alone")
         pieces = source.pieces(config.text_field, config.errors)
         splits.append(resolve_split(config.split, config.val_fraction, pieces))
-    return Plan(config, sources, weights, splits)
+    return Plan(config, sources, weights, splits, tokenizer)
 
 
 def _split_of_ids(config: DataConfig, source: Source) -> Split:
@@ -88,7 +95,8 @@ def _continued(folder: Path, record: list[dict], say: Say) -> Progress:
         shards = [Shard(**shard) for shard in about.pop("shards")]
         found = Progress(shards=shards, **about)
         if found.record == record:
-            say(f"continuing after {len(found.shards)} finished shards")
+            if found.shards:
+                say(f"continuing after {len(found.shards)} finished shards")
             return found
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -233,7 +241,7 @@ def _kept_tokenizer(plan: Plan, folder: Path, say: Say) -> Tokenizer:
     """The tokenizer of a build: made once, kept in the folder."""
     path = folder / "tokenizer"
     if not path.is_dir():
-        tokenizer = make_tokenizer(plan, say)
+        tokenizer = plan.tokenizer or make_tokenizer(plan, say)
         temporary = folder / "tokenizer.tmp"
         tokenizer.save(temporary)
         os.rename(temporary, path)
@@ -241,12 +249,14 @@ def _kept_tokenizer(plan: Plan, folder: Path, say: Say) -> Tokenizer:
 
 
 def make_tokenizer(plan: Plan, say: Say, sample_bytes: int = SAMPLE_BYTES) -> Tokenizer:
-    """The tokenizer that the plan's options name, made from its text where it needs some."""
+    """The tokenizer that is made from the plan's text: char or bpe:N."""
     name = plan.config.tokenizer
-    if name.startswith("bpe:"):
-        say(f"training {name} on up to {sample_bytes >> 20} MB of the training text")
-    tokenizer = build_tokenizer(name, bind(_alphabet, plan), bind(_sample, plan, sample_bytes))
-    if name.startswith("bpe:") and tokenizer.vocab_size < int(name.removeprefix("bpe:")):
+    if name == "char":
+        return char_tokenizer(*_alphabet(plan))
+    say(f"training {name} on up to {sample_bytes >> 20} MB of the training text")
+    vocab_size = int(name.removeprefix("bpe:"))
+    tokenizer = train_bpe(name, vocab_size, _sample(plan, sample_bytes))
+    if tokenizer.vocab_size < vocab_size:
         say(f"the text holds too little to merge for {name}: {tokenizer.vocab_size} ids")
     return tokenizer
 

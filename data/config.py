@@ -46,7 +46,8 @@ class DataConfig:
     ] = "packed"
     global_batch: Annotated[int, "windows a step, over all ranks"] = 32
     micro_batch: Annotated[
-        int | None, "windows a forward on one rank; the whole global batch unless given"
+        int | None | Literal["auto"],
+        "windows a forward on one rank; auto: what fits; the whole share unless given",
     ] = None
     workers: Annotated[int | None, "processes that prepare the data; all cores unless given"] = None
     prepared_dir: Annotated[str, "where prepared data is kept; data/prepared unless given"] = ""
@@ -63,7 +64,7 @@ class DataConfig:
             found.append('data.text_field is empty: name the field, such as "text"')
         if self.global_batch < 1:
             found.append(f"data.global_batch={self.global_batch}: must be 1 or more")
-        if self.micro_batch is not None:
+        if isinstance(self.micro_batch, int):
             if self.micro_batch < 1:
                 found.append(f"data.micro_batch={self.micro_batch}: must be 1 or more")
             elif self.global_batch >= 1 and self.global_batch % self.micro_batch:

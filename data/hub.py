@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 
 from data.options import ConfigError
 from data.readers import text_of
 from data.text import Piece, row_pieces
 
+NETWORK_SECONDS = 10
 INSTEAD = "download its .parquet or .jsonl files and name them as --source"
 
 
@@ -27,6 +30,7 @@ def hub_pieces(spec: str, text_field: str, errors: str) -> Iterator[Piece]:
         import datasets
     except ImportError:
         raise ConfigError(f"data.source={spec}: needs datasets: pip install datasets") from None
+    check_network(spec)
     try:
         rows = datasets.load_dataset(name, subset, split=split, streaming=True)
         for number, row in enumerate(rows):
@@ -36,6 +40,20 @@ def hub_pieces(spec: str, text_field: str, errors: str) -> Iterator[Piece]:
         raise
     except Exception as error:  # datasets raises what its many parts raise
         raise ConfigError(_explained(spec, error)) from error
+
+
+def check_network(spec: str) -> None:
+    """Raise ConfigError at once if the hub cannot be reached: `datasets` would try for a minute."""
+    from huggingface_hub import constants
+
+    try:
+        urllib.request.urlopen(constants.ENDPOINT, timeout=NETWORK_SECONDS).close()
+    except urllib.error.HTTPError:
+        return  # it answers
+    except OSError as error:
+        raise ConfigError(
+            f"data.source={spec}: {constants.ENDPOINT} cannot be reached ({error}): {INSTEAD}"
+        ) from None
 
 
 def _explained(spec: str, error: Exception) -> str:

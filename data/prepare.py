@@ -29,6 +29,7 @@ from data.meta import DamagedData, Meta, check_size, check_tokenizer, read_meta
 from data.options import ConfigError, parse_sections, run_command
 from data.record import has_same_content, is_complete, is_current, lock, source_record
 from data.sources import STDIN, Source, absolute, open_source, parse_mixture
+from data.tokenizer import ready_tokenizer
 
 FORMAT = 2  # of the prepared folder; another one is another folder
 SHARD_BYTES = 128 << 20  # of text
@@ -128,6 +129,7 @@ def _prepare(
     progress: bool,
     shard_bytes: int,
 ) -> None:
+    tokenizer = ready_tokenizer(config.tokenizer)  # first: it may not be there
     record = source_record(sources)
     if has_same_content(folder, record):
         return
@@ -136,7 +138,7 @@ def _prepare(
     for source in sources:
         if source.note:
             say(f"{source.spec}: {source.note}")
-    plan = make_plan(config, sources, weights)
+    plan = make_plan(config, sources, weights, tokenizer)
     say(f"prepared {folder}: {summary(build(plan, record, folder, say, progress, shard_bytes))}")
 
 
@@ -179,15 +181,16 @@ def dry_run(config: DataConfig, say: Say = print) -> None:
     """Say what preparing would read, make and take, and show the first document's tokens."""
     parts = parse_mixture(config.source)
     folder = prepared_folder(config)
+    ready = ready_tokenizer(config.tokenizer)
     sources = [open_source(spec) for spec, _ in parts]
-    plan = make_plan(config, sources, [weight for _, weight in parts])
+    plan = make_plan(config, sources, [weight for _, weight in parts], ready)
     for source, split, weight in zip(sources, plan.splits, plan.weights, strict=True):
         size = f"{len(source.files):,} files, {source.size / 1e6:,.1f} MB" if source.files else ""
         say(f"source {source.spec}: {size}; weight {weight:.3g}; split {split.mode}; {source.note}")
     say(f"folder {folder}: {'is there' if is_complete(folder) else 'would be made'}")
     if any(source.holds_ids for source in sources):
         return
-    tokenizer = make_tokenizer(plan, say, TRIAL_BYTES)
+    tokenizer = ready or make_tokenizer(plan, say, TRIAL_BYTES)
     texts, size = [], 0
     for piece in plan.pieces(sources[0]):
         texts.append(piece.text)

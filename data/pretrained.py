@@ -156,8 +156,10 @@ def _table(loaded) -> list[bytes]:
     table = [b""] * (max(vocabulary.values()) + 1)
     if '"ByteLevel"' in kinds:
         to_bytes = partial(_byte_level, byte_of_character())
-    else:
-        to_bytes = _word_piece if '"WordPiece"' in kinds else _metaspace
+    elif '"WordPiece"' in kinds:
+        to_bytes = _word_piece
+    else:  # U+2581 stands for a space only where the tokenizer says so
+        to_bytes = _metaspace if r"\u2581" in kinds else str.encode
     for token, i in vocabulary.items():
         table[i] = to_bytes(token)
     for i, token in loaded.get_added_tokens_decoder().items():

@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -304,6 +305,7 @@ def hub(monkeypatch):
         return iter(stand_in.rows)
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr("data.hub.check_network", lambda spec: None)
     stand_in.asked = asked
     return stand_in
 
@@ -339,6 +341,15 @@ def test_a_hub_that_does_not_answer_is_said(hub, error):
     assert f"hub:owner/name: the hub does not give it ({type(error).__name__}: {error})" in refusal(
         "hub:owner/name"
     )
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace())
+    for variable in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    began = time.perf_counter()
+    assert "cannot be reached" in refusal("hub:owner/name")
+    assert time.perf_counter() - began < 5
 
 
 def test_a_hub_row_without_the_field_names_those_there_are(hub):

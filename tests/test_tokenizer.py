@@ -18,7 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from data import bpe, pretrained
 from data.config import TIKTOKEN_NAMES, DataConfig
 from data.options import ConfigError
-from data.tokenizer import StreamDecoder, build_tokenizer, load_tokenizer, start_ids
+from data.tokenizer import StreamDecoder, load_tokenizer, ready_tokenizer, start_ids
 from data.vocabulary import byte_tokenizer, char_tokenizer
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -300,7 +300,7 @@ def test_a_tokenizer_json_encodes_as_tokenizers_does(tmp_path):
     made.enable_padding(length=300)
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
-    tokenizer = build_tokenizer(f"hf:{tmp_path}", None, None)
+    tokenizer = ready_tokenizer(f"hf:{tmp_path}")
     made.no_truncation()
     made.no_padding()
     text = "def f(x):\n    return x  # and more than five tokens"
@@ -346,7 +346,7 @@ def no_network(monkeypatch, tmp_path):
 def test_a_tiktoken_encoding_fails_at_once_with_the_path_to_fill(no_network, name):
     began = time.perf_counter()
     with pytest.raises(ConfigError) as refused:
-        build_tokenizer(name, None, None)
+        ready_tokenizer(name)
     assert time.perf_counter() - began < 5
     said = str(refused.value)
     address = pretrained.TIKTOKEN_HOST + pretrained.TIKTOKEN_FILES[name][0]
@@ -362,7 +362,7 @@ def test_a_damaged_file_in_the_cache_is_refused_at_once(no_network):
         key = pretrained.hashlib.sha1(address.encode()).hexdigest()
         (no_network / key).write_bytes(b"cut sho")
     with pytest.raises(ConfigError, match="gpt2"):
-        build_tokenizer("gpt2", None, None)
+        ready_tokenizer("gpt2")
 
 
 def test_the_addresses_are_those_that_tiktoken_looks_for():
@@ -381,9 +381,9 @@ def test_the_addresses_are_those_that_tiktoken_looks_for():
 
 def test_own_tokenizers_never_touch_the_network(no_network, monkeypatch):
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection"))
-    build_tokenizer("char", lambda: ("ab", False), None).encode("abba")
-    build_tokenizer("byte", None, None).encode("abba")
-    build_tokenizer("bpe:300", None, lambda: ["some text"]).encode("abba")
+    char_tokenizer("ab", False).encode("abba")
+    ready_tokenizer("byte").encode("abba")
+    bpe.train_bpe("bpe:300", 300, ["some text"]).encode("abba")
 
 
 # Names
