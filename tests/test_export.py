@@ -211,6 +211,8 @@ def test_a_tokenizer_gives_the_same_ids_as_tokenizer_json(kind, tmp_path):
         assert back.encode(text) == ids
         assert back.decode(ids) == text
     assert theirs.eos_token_id == tokenizer.eot == back.eot
+    assert back.special == tokenizer.special
+    assert back.table == tokenizer.table
 
 
 def test_a_tokenizer_that_cannot_become_one_is_refused_by_name(tmp_path):

@@ -88,6 +88,8 @@ def _check_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
         raise ExportError(f"{type(loaded).__name__} gives other ids than {tokenizer.name}")
     if loaded.decode(ids) != tokenizer.decode(ids):
         raise ExportError(f"{type(loaded).__name__} decodes to another text than {tokenizer.name}")
+    if loaded.eos_token_id != tokenizer.eot:
+        raise ExportError(f"{type(loaded).__name__} ends documents with id {loaded.eos_token_id}")
     return f"AutoTokenizer: {type(loaded).__name__}, the same ids and text"
 
 

@@ -69,6 +69,11 @@ def _checked(tokenizer: Tokenizer, folder: Path) -> str:
             f"tokenizer {tokenizer.name}: cannot become a tokenizer.json: it gives other ids, at "
             f"token {at} of a text of {len(ids)}; use --format=onnx, torchscript or torch_export"
         )
+    for name, token in tokenizer.special.items():
+        if loaded.token_to_id(name) != token:
+            raise ConfigError(
+                f"tokenizer {tokenizer.name}: {name} would get another id than {token}"
+            )
     if loaded.decode(theirs, skip_special_tokens=False) != tokenizer.decode(ids):
         raise ConfigError(f"tokenizer {tokenizer.name}: its tokenizer.json decodes to another text")
     return f"{JSON_FILE}: the same {len(ids)} ids and text as {tokenizer.name} on a text of probes"
@@ -140,7 +145,8 @@ def _tokenizer_json(
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,  # a known piece is taken whole, as tiktoken does
-            "vocab": vocabulary,
+            # Special tokens too: by themselves they would get the next ids, whatever is said above.
+            "vocab": vocabulary | special,
             "merges": merges,
         },
     }

@@ -1,0 +1,120 @@
+"""Evaluation of a text: every token once, with the context that is stated."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tools.evaluate
+import tools.export
+from data.options import ConfigError
+from data.vocabulary import byte_tokenizer
+from model.config import ModelConfig
+from model.gpt import GPT
+from tools.evaluate import EvaluateOptions, read_ids, score, windows
+
+
+@given(n=st.integers(2, 200), T=st.integers(1, 30), stride=st.integers(1, 30))
+def test_every_target_is_scored_once_with_enough_context(n, T, stride):
+    stride = min(stride, T)
+    scored = []
+    for start, end, first in windows(n, T, stride):
+        assert end - 1 - start == min(T, n - 1)  # inputs: whole windows always
+        assert start < first < end <= n
+        # Context: all there is, or at least T - stride tokens before the first target.
+        assert first - start >= min(first, T - stride + 1)
+        scored += range(first, end)
+    assert scored == list(range(1, n))
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    config = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=12).resolved(257)
+    model = GPT(config).eval()
+    with torch.no_grad():
+        rng = torch.Generator().manual_seed(0)
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=rng))
+    return model
+
+
+TEXT = "Zwei Knaben liefen durch den Wald, \u00fcber Stock und Stein."
+
+
+@pytest.mark.parametrize(("T", "stride"), [(12, 6), (12, 12), (12, 1), (5, 2), (1, 1)])
+@torch.no_grad()
+def test_the_loss_is_that_of_each_token_after_its_window(model, T, stride):
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode(TEXT)
+    losses = []
+    for i in range(1, len(ids)):  # by hand, one forward for each token
+        end = T + 1 if i <= T else T + 1 - (-(i - T) // stride) * stride  # of the window it is in
+        start = max(0, min(end, len(ids)) - T - 1)
+        logits = model(torch.tensor([ids[start:i]]))[0, -1]
+        losses.append(float(-logits.log_softmax(-1)[ids[i]]))
+    found = score(model, ids, tokenizer, T, stride)
+    assert found.loss == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    assert found.tokens == len(ids) - 1 == found.bytes  # a byte each
+    assert found.bits_per_byte == pytest.approx(found.loss / 0.6931471805599453)
+
+
+def test_ids_that_the_model_does_not_know_are_refused(model):
+    with pytest.raises(ConfigError, match="id 300, the model knows 257 ids"):
+        score(model, [1, 300, 2], byte_tokenizer(), 12, 6)
+
+
+def test_documents_are_joined_by_the_end_of_text(tmp_path):
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"text": "ab"}\n{"text": "c"}\n')
+    assert read_ids(EvaluateOptions(source=str(path)), byte_tokenizer()) == ([97, 98, 256, 99], 2)
+    (tmp_path / "one.txt").write_text("a")
+    with pytest.raises(ConfigError, match="two are needed"):
+        read_ids(EvaluateOptions(source=str(tmp_path / "one.txt")), byte_tokenizer())
+
+
+def loss_line(command, run: Path, text: Path, *options: str) -> str:
+    code, out, err = command(tools.evaluate.main, run, f"--source={text}", "--device=cpu", *options)
+    assert code == 0, err
+    return out
+
+
+def test_a_folder_and_the_run_it_came_from_give_the_same(trained, tiny_folder, tmp_path, command):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text, folder = tiny_folder / "text.txt", tmp_path / "hf"
+    assert command(tools.export.main, trained, f"--out={folder}")[0] == 0
+    ours = loss_line(command, trained, text)
+    assert loss_line(command, folder, text) == ours
+    assert "context 16, stride 8" in ours
+    assert loss_line(command, trained, text, "--stride=2") != ours
+    # A text that fits into the context: transformers' own loss.
+    short = tmp_path / "short.txt"
+    short.write_text("def f1(x):\n")
+    said = loss_line(command, folder, short)
+    tokens = AutoTokenizer.from_pretrained(folder)(short.read_text(), return_tensors="pt")
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        expected = float(model(**tokens, labels=tokens["input_ids"]).loss)
+    assert float(re.search(r"loss ([\d.]+) nats", said)[1]) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "source is not given"),
+        (["--source=nowhere.txt"], "no such file"),
+        (["--source=TEXT", "--stride=17"], "over the context of 16"),
+        (["--source=TEXT", "--stride=0"], "must be at least 1"),
+        (["--source=TEXT", "--context_length=17"], "the model's context is 16"),
+    ],
+)
+def test_mistakes_are_told(trained_once, tiny_folder, command, options, said):
+    options = [option.replace("TEXT", str(tiny_folder / "text.txt")) for option in options]
+    code, _, err = command(tools.evaluate.main, trained_once, *options)
+    assert code == 2
+    assert said in err
