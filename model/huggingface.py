@@ -102,11 +102,24 @@ def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """The ModelConfig of a folder. Raises FolderError naming what the model does not have."""
+    """The ModelConfig of a folder. Raises FolderError naming what the model does not have, or if the
+    files of weights are not there; DamagedFolder if they are too small for it.
+    """
     try:
-        return from_huggingface(_read_json(path / "config.json"))
+        config = from_huggingface(_read_json(path / "config.json"))
     except FolderError as error:
         raise FolderError([f"{path}: {problem}" for problem in error.problems]) from None
+    # Sizes come from a file: held against the weights before anything is allocated.
+    heads = 2 * (config.n_heads + config.n_kv_heads) * config.d_head  # q, o, k and v
+    block = config.d_model * (heads + 2 * config.d_mlp)
+    at_least = 2 * (config.vocab_size * config.d_model + config.n_layers * block)
+    size = sum((path / name).stat().st_size for name in _weight_files(path))
+    if at_least > size:
+        raise DamagedFolder(
+            f"{path}: config.json is of a model of {at_least:,} bytes or more, the weights have "
+            f"{size:,}"
+        )
+    return config
 
 
 def read_tensors(path: Path, config: ModelConfig) -> dict[str, Tensor]:

@@ -307,6 +307,14 @@ def test_damaged_weights_are_told_as_damage(theirs, tmp_path):
         read_folder(folder)
 
 
+def test_sizes_that_the_weights_cannot_have_allocate_nothing(theirs, tmp_path):
+    folder = Path(shutil.copytree(theirs["llama-gqa"][1], tmp_path / "copy"))
+    found = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(found | {"num_hidden_layers": 10**9}))
+    with pytest.raises(DamagedFolder, match="the weights have"):
+        find_weights(folder)
+
+
 def test_pickled_weights_are_never_opened(theirs, tmp_path):
     shutil.copy(theirs["gpt2"][1] / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
