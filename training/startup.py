@@ -30,6 +30,8 @@ from training.checkpoint import (
 from training.config import Config, from_json, to_json
 from training.distributed import Ranks, default_threads, make_cublas_deterministic
 from training.folder import lock_folder, move_aside
+from training.loading import config_of
+from training.microbatch import pick_micro_batch
 from training.optimizer import Optimizers
 from training.precision import Precision, pick_attention, pick_dtype
 from training.reduction import pick_reduction
@@ -86,7 +88,7 @@ def clear_folder(config: Config, ranks: Ranks, stack: contextlib.ExitStack, say:
 
 def _saved_config(folder: Path, newest: Checkpoint | None) -> Config | None:
     if newest is not None:
-        return from_json(newest.run)
+        return config_of(newest)
     path = folder / "run.json"
     return from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
 
@@ -132,7 +134,12 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, say: Say) -> Config:
         model = config.model.resolved(vocab_size)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    dtype, why = pick_dtype(config.run.dtype, ranks.device)
+    attention = pick_attention(config.run.attention, ranks.device)
+    run = replace(config.run, dtype=dtype, attention=attention)
     micro_batch = config.data.micro_batch or max(1, config.data.global_batch // ranks.world)
+    if micro_batch == "auto":
+        micro_batch = pick_micro_batch(replace(config, model=model, run=run), ranks)
     n_micro = config.data.global_batch // micro_batch
     if config.data.global_batch % micro_batch:
         raise ConfigError(
@@ -140,12 +147,8 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, say: Say) -> Config:
             f"{ranks.world} ranks: choose a multiple of {ranks.world}"
         )
     reduction = pick_reduction(config.parallel.reduction, n_micro, ranks)
-    dtype, why = pick_dtype(config.run.dtype, ranks.device)
     threads = config.run.threads or default_threads(ranks.local_world)
-    attention = pick_attention(config.run.attention, ranks.device)
-    run = replace(
-        config.run, device=ranks.device.type, dtype=dtype, threads=threads, attention=attention
-    )
+    run = replace(run, device=ranks.device.type, threads=threads)
     say(
         f"device {ranks.device.type}, {dtype} ({why}), {threads} thread{'s' * (threads > 1)}, "
         f"attention {attention}"
