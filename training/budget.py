@@ -18,10 +18,11 @@ from pathlib import Path
 from data.options import ConfigError
 from training.checkpoint import find_checkpoint
 from training.config import Config
+from training.logger import UNKNOWN_STEPS
 from training.sections import RunConfig, ScheduleConfig, seconds_of
 from training.state import TrainState
 
-UNFITTED = 10**9  # steps before the first fit: the warm-up and the stable part do not ask
+UNFITTED = UNKNOWN_STEPS  # before the first fit; the warm-up and the stable part do not ask
 FIRST_FIT = 3  # steps measured before the first fit; the very first, which warms up, is not
 FITS = 50  # in a budget
 WINDOW = 200  # steps that the speed is measured over
@@ -93,11 +94,6 @@ class Budget:
     def _here(self) -> float:
         return 0.0 if self.began is None else self.clock() - self.began
 
-    def begin(self) -> None:
-        """The clock runs from the first call on."""
-        if self.began is None:
-            self.began = self.clock()
-
     def stepped(self, seconds: float) -> None:
         """A step took so long."""
         self.steps += 1
@@ -114,8 +110,10 @@ class Budget:
         """How many steps the whole run shall have, if it is time to say so before `step` + 1.
 
         What is left, without the last evaluation, is divided by what a step takes with its share of
-        evaluations and of the rest (saving, logging).
+        evaluations and of the rest (saving, logging). The clock runs from the first call on.
         """
+        if self.began is None:
+            self.began = self.clock()
         if self.replay is not None:
             return self.replay.get(step)
         if len(self.recent) < FIRST_FIT or self.spent < self.next_fit:

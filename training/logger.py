@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,10 @@ from typing import Any
 
 from training.folder import next_attempt
 from training.manifest import named_in_errors
+
+UNKNOWN_STEPS = 10**9  # as good as endless: a time budget before its first fit
+
+YELLOW, GREEN, PLAIN = "\033[33m", "\033[32m", "\033[0m"
 
 
 class RunLogger:
@@ -38,7 +43,8 @@ class RunLogger:
 
         # smoothing=0: the time left goes by the average, evaluations included, as in `eta`.
         shape = {"unit": "step", "dynamic_ncols": True, "smoothing": 0}
-        return tqdm(total=self.max_steps, initial=self.first_step, **shape)
+        total = self.max_steps if self.max_steps < UNKNOWN_STEPS else None
+        return tqdm(total=total, initial=self.first_step, **shape)
 
     def start_wandb(
         self, folder: Path, project: str, config: dict[str, Any], run_id: str | None
@@ -100,24 +106,50 @@ class RunLogger:
             self.bar.update(step - self.bar.n)
 
     def progress(
-        self, step: int, loss: float, tokens_per_second: float, mfu: float | None = None
+        self,
+        step: int,
+        loss: float,
+        tokens_per_second: float,
+        mfu: float | None = None,
+        *,
+        bits_per_byte: float | None = None,
+        next_evaluation: int | None = None,
     ) -> None:
-        """Show how the run is doing: on the bar, which knows the time left, else in a line."""
-        figures = f"loss {loss:.4f}, {short(tokens_per_second)} tokens/s, MFU {percent(mfu)}"
-        if self.bar is not None:
-            self.bar.set_postfix_str(figures)
-        elif not self.quiet:
-            left = clock_text(self.eta(step))
-            print(f"step {step}/{self.max_steps}: {figures}, {left} left", flush=True)
+        """Show how the run is doing: on the bar, which knows the time left, else in a line.
 
-    def eta(self, step: int) -> float:
-        """Seconds to the end, if what is left goes as this process has gone so far."""
+        next_evaluation: the step of it.
+        """
+        figures = f"loss {loss:.4f}"
+        if bits_per_byte is not None:
+            figures += f", {bits_per_byte:.3f} bits per byte"
+        figures += f", {short(tokens_per_second)} tokens/s, MFU {percent(mfu)}"
+        ahead = ""
+        if next_evaluation is not None and next_evaluation > step:
+            ahead = f", evaluation in {clock_text(self.eta(step, next_evaluation))}"
+        if self.bar is not None:
+            self.bar.set_postfix_str(figures + ahead)
+        elif not self.quiet:
+            known = self.max_steps < UNKNOWN_STEPS
+            of = f"{step}/{self.max_steps}" if known else f"{step}"
+            left = f", {clock_text(self.eta(step))} left" if known else ""
+            print(f"step {of}: {figures}{left}{ahead}", flush=True)
+
+    def eta(self, step: int, target: int | None = None) -> float:
+        """Seconds to the end, or to step `target`, if all goes as this process has gone so far."""
         done = step - self.first_step
         elapsed = time.monotonic() - self.started
-        return elapsed / done * (self.max_steps - step) if done > 0 else math.inf
+        left = (self.max_steps if target is None else target) - step
+        return elapsed / done * left if done > 0 else math.inf
+
+    def set_length(self, max_steps: int) -> None:
+        """The run has another length than was thought."""
+        self.max_steps = max_steps
+        if self.bar is not None:
+            self.bar.total = max_steps
 
     def say(self, text: str) -> None:
         """A line for the reader; above the bar if there is one."""
+        text = coloured(text)
         if self.bar is not None:
             self.bar.write(text, file=sys.stdout)
         else:
@@ -143,6 +175,16 @@ def _end_torn_line(path: Path) -> None:
             file.seek(-1, 2)
             if file.read(1) != b"\n":
                 file.write(b"\n")
+
+
+def coloured(text: str) -> str:
+    """Warnings and advice yellow, a best evaluation green: on a terminal, unless NO_COLOR is set
+    (https://no-color.org)."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    if text.startswith(("warning", "advice", "note")):
+        return f"{YELLOW}{text}{PLAIN}"
+    return f"{GREEN}{text}{PLAIN}" if text.endswith("(best so far)") else text
 
 
 def clock_text(seconds: float) -> str:

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 
 from data.shards import read_meta
-from model.gpt import GPT
-from training.advice import Adviser
+from training.advice import Advice, Adviser
 from training.budget import UNFITTED
 from training.config import Config
 from training.history import METRICS, SNAPSHOTS, read_lines
 from training.logger import RunLogger
-from training.precision import Precision
 from training.report import try_report
 from training.snapshot import append_snapshot, sample_text, scored_passage
 from training.startup import Data
+from training.step import Setup
+
+Say = Callable[[str], None]
 
 SAMPLE_TOKENS = 120  # of the sample at each evaluation
 
@@ -36,27 +37,28 @@ class Observer:
     def __init__(
         self,
         config: Config,
-        model: GPT,
+        setup: Setup,
         data: Data,
-        precision: Precision,
         logger: RunLogger,
         say: Callable[[str], None],
     ) -> None:
-        self.config, self.model, self.data, self.precision = config, model, data, precision
-        self.logger, self.say = logger, say
+        self.config, self.setup, self.data, self.logger, self.say = config, setup, data, logger, say
         self.folder = Path(config.run.out_dir)
         self.reports = config.log.report
+        self.about_data = about_data(data)
+        # Of the training text as a whole, so only about right for a single step.
+        self.bytes_per_token: float = max(1e-9, self.about_data["bytes per token"])
         self.adviser = Adviser(config, len(data.train), data.tokenizer.vocab_size)
         for entry in read_lines(self.folder / METRICS):  # of the attempts before
             if not entry.keys() & {"start", "fit"}:
                 self.adviser.see(entry, config.run.max_steps)
 
-    def begin(self, step: int, max_steps: int, argv: Sequence[str], world: int) -> None:
+    def begin(self, step: int, max_steps: int, argv: Sequence[str]) -> None:
         """Note that a process starts here, and with what."""
         start = {
-            "command": command_line(argv, world),
-            "data": about_data(self.data),
-            "environment": about_machine(self.config, self.model, world),
+            "command": command_line(argv, self.setup.ranks.world),
+            "data": self.about_data,
+            "environment": about_machine(self.config, self.setup),
         }
         self.logger.event(step, start=start)
         if max_steps != UNFITTED:
@@ -66,11 +68,6 @@ class Observer:
         """A line of the log was written: is there something to say about it?"""
         self._advise(entry["step"], self.adviser.see(entry, max_steps))
 
-    def note(self, step: int, text: str, **values: Any) -> None:
-        """Say something, and keep it for the report."""
-        self.say(text)
-        self.logger.event(step, note=text, **values)
-
     def evaluated(self, step: int) -> None:
         """Keep what the model says now, and write the report anew."""
         if not self.reports:
@@ -79,18 +76,18 @@ class Observer:
             append_snapshot(self.folder / SNAPSHOTS, self._snapshot(step))
         except Exception as error:  # out of memory, a full disk: training goes on
             reason = (str(error).splitlines() or [""])[0]
-            self.say(f"note: no snapshot of step {step} ({type(error).__name__}: {reason})")
+            self.say(f"note: no snapshot this time ({type(error).__name__}: {reason})")
         # A package that is missing is told of once.
         self.reports = try_report(self.folder, self.say)
 
     def _snapshot(self, step: int) -> dict[str, Any]:
-        prompt, tokenizer = self.config.log.sample_prompt, self.data.tokenizer
+        config, model, tokenizer = self.config, self.setup.model, self.data.tokenizer
+        prompt, seed = config.log.sample_prompt, config.run.seed
         # Compiled, each length of the text would be compiled anew.
-        compiled = self.config.run.compile
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            seed, n = self.config.run.seed, SAMPLE_TOKENS
-            text = sample_text(self.model, tokenizer, prompt, seed=seed, tokens=n)
-            passage = scored_passage(self.model, tokenizer, self.data.val, self.precision)
+        eager = torch.compiler.set_stance("force_eager") if config.run.compile else nullcontext()
+        with eager:
+            text = sample_text(model, tokenizer, prompt, seed=seed, tokens=SAMPLE_TOKENS)
+            passage = scored_passage(model, tokenizer, self.data.val, self.setup.precision)
         return {
             "step": step,
             "attempt": self.logger.attempt,
@@ -99,9 +96,10 @@ class Observer:
             "passage": passage,
         }
 
-    def _advise(self, step: int, found: Iterable[tuple[str, str]]) -> None:
+    def _advise(self, step: int, found: Iterable[Advice]) -> None:
         for about, text in found:
-            self.note(step, f"advice: {text}", about=about)
+            self.say(f"advice: {text}")
+            self.logger.event(step, note=text, about=about)
 
 
 def command_line(argv: Sequence[str], world: int) -> str:
@@ -126,18 +124,18 @@ def about_data(data: Data) -> dict[str, Any]:
     }
 
 
-def about_machine(config: Config, model: GPT, world: int) -> dict[str, Any]:
+def about_machine(config: Config, setup: Setup) -> dict[str, Any]:
     """Where the run goes on, and how."""
-    device = next(model.parameters()).device
+    device = setup.ranks.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "device": f"{device.type}, {name}",
-        "ranks": world,
+        "ranks": setup.ranks.world,
         "threads of a rank": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "dtype": config.run.dtype,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
-        "parameters": model.parameter_count(),
+        "parameters": setup.model.parameter_count(),
     }

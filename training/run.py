@@ -128,10 +128,8 @@ def recording(run: Run) -> Iterator[None]:
         state.wandb_id = run.logger.start_wandb(
             run.folder, config.log.project, asdict(config), state.wandb_id
         )
-    run.observer = Observer(
-        config, run.setup.model, run.data, run.setup.precision, run.logger, run.warn
-    )
-    run.observer.begin(state.step, run.max_steps, run.argv, run.setup.ranks.world)
+    run.observer = Observer(config, run.setup, run.data, run.logger, run.warn)
+    run.observer.begin(state.step, run.max_steps, run.argv)
     try:
         yield
     finally:
@@ -156,10 +154,7 @@ def take_step(run: Run, batches: Batches) -> None:
     """One update; none if some rank was asked to stop. Raises NonFinite naming the windows."""
     setup, step = run.setup, run.state.step
     began = time.perf_counter()
-    fit = None
-    if run.budget is not None:
-        run.budget.begin()
-        fit = run.budget.fit(step)
+    fit = run.budget.fit(step) if run.budget is not None else None
     mine = list(itertools.islice(batches, len(setup.local_micro)))  # fewer when asked to stop
     waited = time.perf_counter() - began
     counts = [count_targets(mine), int(run.interrupts.stop), fit or 0]
@@ -197,7 +192,7 @@ def note_fit(run: Run, max_steps: int) -> None:
     step = run.state.step
     run.state.fits = (*run.state.fits, (step, max_steps))
     if run.logger is not None and run.budget is not None:
-        run.logger.max_steps = max_steps
+        run.logger.set_length(max_steps)
         run.logger.event(step, fit=max_steps, seconds=round(run.budget.spent, 3))
 
 
@@ -219,7 +214,15 @@ def log_step(run: Run) -> None:
         data_wait=round(run.waited / max(1e-9, run.seconds), 4),
         skipped=run.state.skipped or None,
     )
-    run.logger.progress(step, loss, rate, mfu)
+    interval = run.config.run.eval_interval
+    run.logger.progress(
+        step,
+        loss,
+        rate,
+        mfu,
+        bits_per_byte=loss / math.log(2) / run.observer.bytes_per_token,
+        next_evaluation=min(run.max_steps, (step // interval + 1) * interval),
+    )
     run.observer.logged(entry, run.max_steps)
     run.tokens, run.seconds, run.waited = 0, 0.0, 0.0
 

@@ -8,12 +8,16 @@ from contextlib import nullcontext
 import torch
 
 from data.options import ConfigError
-from data.tokenizer import Tokenizer, start_ids
-from model.generate import SamplingConfig, generate
+from data.tokenizer import Tokenizer
+from training import snapshot
+from training.budget import UNFITTED
 from training.config import Config
+from training.logger import clock_text
+from training.memory import estimate_memory
 from training.run import Run
 
 SAMPLE_TOKENS = 150  # of the sample at the end
+ASSUMED_MFU = 0.5  # of the estimate at the start
 
 
 def check_prompt(config: Config, tokenizer: Tokenizer) -> None:
@@ -27,7 +31,11 @@ def check_prompt(config: Config, tokenizer: Tokenizer) -> None:
 def introduce(run: Run) -> None:
     """Say what will happen."""
     config, model, data = run.config, run.setup.model, run.data
-    n, T, steps = config.data.global_batch, config.model.context_length, config.run.max_steps
+    n, T, budget = config.data.global_batch, config.model.context_length, config.run.time_budget
+    steps, count = run.max_steps, f"{run.max_steps:,}"
+    epochs = f", {steps * n / len(data.train):.2f} epochs"
+    if budget and steps == UNFITTED:
+        count, epochs = f"{budget}: as many as fit, of the", ""
     run.say(
         f"model: {model.parameter_count():,} parameters, {config.model.n_layers} layers of width "
         f"{config.model.d_model}, vocabulary {config.model.vocab_size:,}"
@@ -37,9 +45,30 @@ def introduce(run: Run) -> None:
         f"{data.val.n_tokens:,} to validate"
     )
     run.say(
-        f"{steps:,} steps of {n} x {T} = {n * T:,} tokens in {run.setup.n_micro} micro-batches, "
-        f"{steps * n / len(data.train):.2f} epochs, {config.optim.optimizer}; into {run.folder}"
+        f"steps: {count} of {n} x {T} = {n * T:,} tokens in {run.setup.n_micro} micro-batches"
+        f"{epochs}, {config.optim.optimizer}; into {run.folder}"
     )
+    run.say(f"estimate: {estimated_time(run)}, {estimated_memory(run)}")
+
+
+def estimated_time(run: Run) -> str:
+    """How long it may take, from arithmetic alone: the lines that follow know better."""
+    if run.config.run.time_budget:
+        return f"{run.config.run.time_budget} of time"
+    if not run.peak:
+        return "time unknown before the first steps"
+    T, world = run.config.model.context_length, run.setup.ranks.world
+    tokens = (run.max_steps - run.state.step) * run.config.data.global_batch * T
+    work = tokens * run.setup.model.flops_per_token(T)
+    seconds = work / (run.peak * ASSUMED_MFU * world)
+    return f"{clock_text(seconds)} at {ASSUMED_MFU:.0%} of the peak"
+
+
+def estimated_memory(run: Run) -> str:
+    """Memory of a rank, by training/memory.py."""
+    ranks = run.setup.ranks
+    need = estimate_memory(run.config, ranks.world, ranks.device.type).peak
+    return f"{need / 1e9:.2f} GB of memory{' a rank' * (ranks.world > 1)}"
 
 
 def say_finished(run: Run) -> None:
@@ -52,8 +81,9 @@ def say_finished(run: Run) -> None:
 
 def say_stopped(run: Run) -> None:
     """Asked to stop: where the work is, and how it goes on."""
+    length = "" if run.max_steps == UNFITTED else f" of {run.max_steps}"
     run.warn(
-        f"stopped at step {run.state.step} of {run.config.run.max_steps}; saved in "
+        f"stopped at step {run.state.step}{length}; saved in "
         f"{run.checkpoints.path(run.state.step)}. The same command goes on from there"
     )
 
@@ -80,19 +110,13 @@ def sample_command(run: Run) -> str:
 
 def sample_text(run: Run, prompt: str) -> str:
     """The prompt continued, by a generator of its own, so that no training draw changes."""
-    tokenizer, device = run.data.tokenizer, run.setup.ranks.device
-    ids = tokenizer.encode(prompt) or start_ids(tokenizer)
-    rng = torch.Generator(device).manual_seed(run.config.run.seed)
-    settings = SamplingConfig(temperature=0.8, top_k=50, max_new_tokens=SAMPLE_TOKENS)
     # Compiled, each length of the text would be compiled anew.
     eager = torch.compiler.set_stance("force_eager") if run.config.run.compile else nullcontext()
     with eager:
-        new = generate(
+        return snapshot.sample_text(
             run.setup.model,
-            torch.tensor([ids], device=device),
-            settings,
-            rng,
-            stop_id=tokenizer.eot,
-            n_ids=tokenizer.vocab_size,
+            run.data.tokenizer,
+            prompt,
+            seed=run.config.run.seed,
+            tokens=SAMPLE_TOKENS,
         )
-        return prompt + tokenizer.decode([int(token) for token in new])
