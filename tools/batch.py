@@ -1,0 +1,103 @@
+"""Which windows an update used, and their text: `python -m tools.batch RUN --step 120`.
+
+To find what is behind a spike of the loss. Step N is the N-th update, as in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from data.options import ConfigError, parse_options, run_command
+
+if TYPE_CHECKING:  # torch is imported once the command line is known to be right
+    from training.config import Config
+
+USAGE = "python -m tools.batch RUN --step=N [--chars=N], such as: ... out/small --step=120"
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Which update, and how much of each window."""
+
+    step: Annotated[int, "the update, counted from 1"] = 0
+    chars: Annotated[int, "characters shown of each window; 0: all"] = 300
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.step < 1:
+            found.append(f"step={self.step}: give an update, --step=N, counted from 1")
+        if self.chars < 0:
+            found.append(f"chars={self.chars}: must be at least 0")
+        return found
+
+
+def main(argv: list[str]) -> int:
+    """Print each window of the step."""
+    options, (run,) = parse_options(argv, BatchOptions, usage=USAGE, positionals=["RUN"])
+    from training.history import read_history
+
+    history = read_history(Path(run))
+    folder = data_folder(Path(run), history.config)
+    entry = next((e for e in history.steps if e["step"] == options.step), None)
+    if entry is not None:
+        loss, norm = entry["loss"], entry["grad_norm"]
+        print(f"step {options.step}: loss {loss:.4f}, gradient norm {norm:.4f}")
+    for place, text in windows_of(history.config, folder, options.step):
+        print(f"--- {place}\n{shortened(text, options.chars)}")
+    return 0
+
+
+def data_folder(run: Path, config: Config) -> Path:
+    """The prepared data that the run was trained on.
+
+    Raises ConfigError if it is not there or is no longer what it was.
+    """
+    from data.prepare import prepared_folder
+    from data.shards import read_meta
+    from training.checkpoint import find_checkpoint
+
+    folder = prepared_folder(config.data)
+    found = read_meta(folder).fingerprint
+    about = find_checkpoint(run, "latest").about
+    if about["data_fingerprint"] != found:
+        raise ConfigError(
+            f"{folder} has fingerprint {found[:12]}, the run was trained on "
+            f"{about['data_fingerprint'][:12]}: bring the old source back to see its windows"
+        )
+    return folder
+
+
+def windows_of(config: Config, folder: Path, step: int) -> Iterator[tuple[str, str]]:
+    """(which window in words, its text) of each window of the update number `step`, from 1."""
+    from data.loader import BatchLoader
+    from data.shards import Windows
+    from data.tokenizer import load_tokenizer
+
+    windows = Windows(folder, "train", config.model.context_length, config.data.windows)
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    loader = BatchLoader(
+        windows,
+        seed=config.run.seed,
+        global_batch=config.data.global_batch,
+        micro_batch=config.data.micro_batch,
+    )
+    for j in range(loader.micro_batches):
+        for row, place in enumerate(loader.locate((step - 1) * loader.micro_batches + j)):
+            epoch, window, shift = place
+            moved = f", grid moved by {shift}" if shift else ""
+            where = f"micro-batch {j}, row {row}: window {window:,} of epoch {epoch}{moved}"
+            yield where, tokenizer.decode(windows.window(window, shift).tolist())
+
+
+def shortened(text: str, chars: int) -> str:
+    """The first `chars` characters and how many follow; all for 0."""
+    if chars == 0 or len(text) <= chars:
+        return text
+    return f"{text[:chars]} ... ({len(text) - chars:,} more)"
+
+
+if __name__ == "__main__":
+    run_command(main)
