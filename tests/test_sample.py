@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import model.generate
@@ -285,6 +285,7 @@ def test_a_stop_text_ends_the_sample_and_is_not_printed(says):
     assert says.drawn == 5  # nothing is drawn after it
     assert says("one two", stop=("x", "e t")) == "on"
     assert says("aab", stop=("ab",)) == "a"
+    assert says("xab", stop=("b", "ab")) == "x"  # both are complete: the one that begins first
     assert says("one\n", stop=("\n\n",)) == "one\n"
     assert says("stop", stop=("stop",), prompt="no stop: ") == "no stop: "
 
@@ -297,6 +298,7 @@ def test_characters_are_printed_when_they_are_complete(says):
 
 
 @settings(max_examples=200, deadline=None)
+@example("ab", ["b", "ab"])
 @given(
     st.text("ab\nï", max_size=12),
     st.lists(st.text("ab\nï", min_size=1, max_size=3), max_size=3),
