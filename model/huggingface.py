@@ -3,8 +3,7 @@
     config, tensors = read_folder(path)       tensors by our names, for GPT(config)
     write_folder(path, config, tensors, ...)  for AutoModelForCausalLM
 
-Llama's and Qwen3's tensors are ours under other names. GPT-2's have q, k and v side by side in one
-matrix, and matrices are stored (in, out): its layout exists only here.
+Names and layout of tensors are in places.py, config.json in families.py and fitting.py.
 """
 
 from __future__ import annotations
@@ -24,34 +23,14 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.families import FolderError, from_huggingface, to_huggingface
+from model.families import FolderError, from_huggingface
+from model.fitting import to_huggingface
 from model.gpt import GPT
+from model.places import Place, place_of, to_theirs
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# Replaced one after the other.
-LLAMA_NAMES = (
-    (r"^embed\.", "model.embed_tokens."),
-    (r"^head\.", "lm_head."),
-    (r"^(norm|layers)\.", r"model.\1."),
-    (r"\.attn_norm\.", ".input_layernorm."),
-    (r"\.mlp_norm\.", ".post_attention_layernorm."),
-    (r"\.attn\.", ".self_attn."),
-)
-GPT2_NAMES = (
-    (r"^embed\.", "transformer.wte."),
-    (r"^positions\.", "transformer.wpe."),
-    (r"^head\.", "lm_head."),
-    (r"^norm\.", "transformer.ln_f."),
-    (r"^layers\.", "transformer.h."),
-    (r"\.attn_norm\.", ".ln_1."),
-    (r"\.mlp_norm\.", ".ln_2."),
-    (r"\.attn\.[qkv]_proj\.", ".attn.c_attn."),
-    (r"\.attn\.o_proj\.", ".attn.c_proj."),
-    (r"\.mlp\.up_proj\.", ".mlp.c_fc."),
-    (r"\.mlp\.down_proj\.", ".mlp.c_proj."),
-)
 # Tables that older versions saved with the weights: masks and frequencies, made anew here.
 BUFFERS = r"\.attn\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$"
 
@@ -60,27 +39,6 @@ class DamagedFolder(FolderError):
     """Weights that are cut short or are no safetensors."""
 
     exit_code = 3
-
-
-class Place(NamedTuple):
-    """Where one of our tensors lies in a Hugging Face file."""
-
-    name: str
-    transposed: bool = False
-    part: int | None = None  # of three in the last dimension: q, k, v
-
-
-def place_of(name: str, family: str) -> Place:
-    """The place of our tensor of this name."""
-    theirs = name
-    for ours, replacement in GPT2_NAMES if family == "gpt2" else LLAMA_NAMES:
-        theirs = re.sub(ours, replacement, theirs)
-    if family != "gpt2":
-        return Place(theirs)
-    projection = re.search(r"\.([a-z]+)_proj\.", name)
-    part = "qkv".find(projection[1]) if projection else -1
-    matrix = projection is not None and name.endswith(".weight")
-    return Place(theirs, transposed=matrix, part=part if part >= 0 else None)
 
 
 # In
@@ -102,8 +60,8 @@ def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """The ModelConfig of a folder. Raises FolderError naming what the model does not have, or if the
-    files of weights are not there; DamagedFolder if they are too small for it.
+    """The ModelConfig of a folder. Raises FolderError naming what the model does not have, or if
+    there are no files of weights; DamagedFolder if they are too small for it.
     """
     try:
         config = from_huggingface(_read_json(path / "config.json"))
@@ -226,16 +184,6 @@ def _read_json(path: Path) -> Any:
 
 
 # Out
-
-
-def to_theirs(tensors: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
-    """Our tensors by the family's names and in its layout."""
-    parts: dict[str, list[Tensor]] = {}
-    for name, tensor in tensors.items():  # q, k and v come in this order
-        place = place_of(name, family)
-        plain = tensor.detach().cpu()
-        parts.setdefault(place.name, []).append(plain.t() if place.transposed else plain)
-    return {name: torch.cat(some, dim=-1).contiguous() for name, some in parts.items()}
 
 
 def write_folder(

@@ -17,7 +17,8 @@ from data.tokenizer import load_tokenizer
 from model import huggingface
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.families import FolderError, family_of, from_huggingface, to_huggingface
+from model.families import FolderError, from_huggingface
+from model.fitting import family_of, to_huggingface
 from model.generate import generate
 from model.gpt import GPT
 from model.huggingface import DamagedFolder, own_names, read_folder, write_folder

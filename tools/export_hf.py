@@ -13,7 +13,8 @@ import torch
 from data.options import ConfigError
 from data.pretrained import CONFIG_FILE
 from data.tokenizer import Tokenizer
-from model.families import ARCHITECTURES, family_of
+from model.families import ARCHITECTURES
+from model.fitting import family_of
 from model.gpt import GPT
 from model.huggingface import write_folder
 from tools.export_graph import ExportError, make_cases
