@@ -5,73 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from data.bpe import train_bpe
-from data.config import DataConfig
 from data.encode import Encoded, encode_task, grouped, in_order, n_workers
 from data.meta import SPLITS, Meta, Shard, fingerprint, write_json, write_meta
 from data.options import ConfigError
+from data.plan import Plan, Say, make_tokenizer
 from data.pretokenized import encoded_ids
 from data.record import SOURCE_FILE
-from data.sources import Source
-from data.split import Split, is_chosen, resolve_split
 from data.tokenizer import Tokenizer, load_tokenizer
-from data.vocabulary import char_tokenizer, code_points
 from data.writer import ShardWriter
 
-SAMPLE_BYTES = 32 << 20  # of text that a BPE is trained on
-SAMPLE_SPAN = 16  # the sample is spread over so many times its size
 PROGRESS_FILE = "progress.json"
-Say = Callable[[str], None]
-
-
-@dataclass
-class Plan:
-    """What is built: sources with their weights and splits, and by which options."""
-
-    config: DataConfig
-    sources: list[Source]
-    weights: list[float]
-    splits: list[Split]
-    tokenizer: Tokenizer | None  # one that is not made from the text
-
-    def pieces(self, source: Source) -> Iterator:
-        return source.pieces(self.config.text_field, self.config.errors)
-
-
-def make_plan(
-    config: DataConfig,
-    sources: list[Source],
-    weights: list[float],
-    tokenizer: Tokenizer | None = None,
-) -> Plan:
-    """Decide how each source is split. Raises ConfigError for a source that holds no text."""
-    splits = []
-    for source in sources:
-        if source.holds_ids:
-            splits.append(_split_of_ids(config, source))
-            continue
-        if next(source.pieces(config.text_field, config.errors), None) is None:
-            raise ConfigError(f"data.source={source.spec} holds no text, or white space alone")
-        pieces = source.pieces(config.text_field, config.errors)
-        splits.append(resolve_split(config.split, config.val_fraction, pieces))
-    return Plan(config, sources, weights, splits, tokenizer)
-
-
-def _split_of_ids(config: DataConfig, source: Source) -> Split:
-    if config.split == "document" or config.tokenizer == "char" or "bpe" in config.tokenizer[:4]:
-        raise ConfigError(
-            f"data.source={source.spec} holds ids, not text: name the tokenizer that made them "
-            f"(--tokenizer={config.tokenizer} is made from text), and use --split=auto or tail"
-        )
-    return Split("files", config.val_fraction)
 
 
 @dataclass
@@ -246,40 +195,3 @@ def _kept_tokenizer(plan: Plan, folder: Path, say: Say) -> Tokenizer:
         tokenizer.save(temporary)
         os.rename(temporary, path)
     return load_tokenizer(path)
-
-
-def make_tokenizer(plan: Plan, say: Say, sample_bytes: int = SAMPLE_BYTES) -> Tokenizer:
-    """The tokenizer that is made from the plan's text: char or bpe:N."""
-    name = plan.config.tokenizer
-    if name == "char":
-        return char_tokenizer(*_alphabet(plan))
-    say(f"training {name} on up to {sample_bytes >> 20} MB of the training text")
-    vocab_size = int(name.removeprefix("bpe:"))
-    tokenizer = train_bpe(name, vocab_size, _sample(plan, sample_bytes))
-    if tokenizer.vocab_size < vocab_size:
-        say(f"the text holds too little to merge for {name}: {tokenizer.vocab_size} ids")
-    return tokenizer
-
-
-def _alphabet(plan: Plan) -> tuple[str, bool]:
-    """The distinct characters of all text, sorted, and whether there are several documents."""
-    seen = np.zeros(0x110000, dtype=bool)
-    documents = 0
-    for source in plan.sources:
-        for piece in plan.pieces(source):
-            seen[code_points(piece.text)] = True
-            documents += piece.first
-    return "".join(map(chr, np.flatnonzero(seen))), documents > 1
-
-
-def _sample(plan: Plan, sample_bytes: int) -> Iterator[str]:
-    """Training text, at most sample_bytes, chosen by hash from the beginning of each source."""
-    for source, split, weight in zip(plan.sources, plan.splits, plan.weights, strict=True):
-        left = sample_bytes * weight
-        share = left / min(max(source.size, left), SAMPLE_SPAN * left)
-        for part in split.parts(plan.pieces(source)):
-            if part.split == "train" and (share == 1 or is_chosen(part.text, share, b"sample")):
-                yield part.text
-                left -= len(part.text.encode("utf-8"))
-                if left <= 0:
-                    break

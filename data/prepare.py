@@ -16,17 +16,17 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
-from data.build import build, make_plan, make_tokenizer
+from data.build import build
 from data.config import DataConfig
 from data.encode import n_workers
 from data.meta import DamagedData, Meta, check_size, check_tokenizer, read_meta
 from data.options import ConfigError, parse_sections, run_command
+from data.plan import Say, make_plan, make_tokenizer
 from data.record import has_same_content, is_complete, is_current, lock, source_record
 from data.sources import STDIN, Source, absolute, open_source, parse_mixture
 from data.tokenizer import ready_tokenizer
@@ -35,8 +35,6 @@ FORMAT = 2  # of the prepared folder; another one is another folder
 SHARD_BYTES = 128 << 20  # of text
 READ_BYTES = 1 << 20
 TRIAL_BYTES = 4 << 20  # that a dry run encodes
-
-Say = Callable[[str], None]
 
 
 def prepared_folder(config: DataConfig) -> Path:

@@ -23,6 +23,7 @@ from data import build, encode, pretokenized, text
 from data.config import DataConfig
 from data.meta import DamagedData, read_meta
 from data.options import ConfigError
+from data.plan import make_plan
 from data.prepare import dry_run, main, prepare, prepared_folder, verify
 from data.shards import IGNORE_INDEX, Windows
 from data.sources import open_source
@@ -418,7 +419,7 @@ def test_a_killed_preparation_continues_after_its_last_finished_shard(
     monkeypatch.setattr(build, "make_tokenizer", lambda *_: pytest.fail("trained again"))
     rest = encode_until(monkeypatch, 10**6)
     assert content(prepared(config, shard_bytes=SHARD)) == content(folder)
-    plan = build.make_plan(config, [open_source(config.source)], [1.0])
+    plan = make_plan(config, [open_source(config.source)], [1.0])
     tasks = list(encode.grouped(plan.splits[0].parts(plan.pieces(plan.sources[0]))))
     assert rest == tasks[finished:]  # what was finished was not done again
     assert leftovers(tmp_path) == [folder.name]

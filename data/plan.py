@@ -1,0 +1,100 @@
+"""What is to be built: sources, how each is split, and the tokenizer that their text makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.bpe import train_bpe
+from data.config import DataConfig
+from data.options import ConfigError
+from data.sources import Source
+from data.split import Split, is_chosen, resolve_split
+from data.text import Piece
+from data.vocabulary import Tokenizer, char_tokenizer, code_points
+
+SAMPLE_BYTES = 32 << 20  # of text that a BPE is trained on
+SAMPLE_SPAN = 16  # the sample is spread over so many times its size
+Say = Callable[[str], None]
+
+
+@dataclass
+class Plan:
+    """What is built: sources with their weights and splits, and by which options."""
+
+    config: DataConfig
+    sources: list[Source]
+    weights: list[float]
+    splits: list[Split]
+    tokenizer: Tokenizer | None  # one that is not made from the text
+
+    def pieces(self, source: Source) -> Iterator[Piece]:
+        """The documents of one source."""
+        return source.pieces(self.config.text_field, self.config.errors)
+
+
+def make_plan(
+    config: DataConfig,
+    sources: list[Source],
+    weights: list[float],
+    tokenizer: Tokenizer | None = None,
+) -> Plan:
+    """Decide how each source is split. Raises ConfigError for a source that holds no text."""
+    splits = []
+    for source in sources:
+        if source.holds_ids:
+            splits.append(_split_of_ids(config, source, tokenizer))
+            continue
+        if next(source.pieces(config.text_field, config.errors), None) is None:
+            raise ConfigError(f"data.source={source.spec} holds no text, or white space alone")
+        pieces = source.pieces(config.text_field, config.errors)
+        splits.append(resolve_split(config.split, config.val_fraction, pieces))
+    return Plan(config, sources, weights, splits, tokenizer)
+
+
+def _split_of_ids(config: DataConfig, source: Source, tokenizer: Tokenizer | None) -> Split:
+    if config.split == "document" or tokenizer is None:
+        raise ConfigError(
+            f"data.source={source.spec} holds ids, not text: name the tokenizer that made them "
+            f"(--tokenizer={config.tokenizer} is made from text), and use --split=auto or tail"
+        )
+    return Split("files", config.val_fraction)
+
+
+def make_tokenizer(plan: Plan, say: Say, sample_bytes: int = SAMPLE_BYTES) -> Tokenizer:
+    """The tokenizer that is made from the plan's text: char or bpe:N."""
+    name = plan.config.tokenizer
+    if name == "char":
+        return char_tokenizer(*_alphabet(plan))
+    say(f"training {name} on up to {sample_bytes >> 20} MB of the training text")
+    vocab_size = int(name.removeprefix("bpe:"))
+    tokenizer = train_bpe(name, vocab_size, _sample(plan, sample_bytes))
+    if tokenizer.vocab_size < vocab_size:
+        say(f"the text holds too little to merge for {name}: {tokenizer.vocab_size} ids")
+    return tokenizer
+
+
+def _alphabet(plan: Plan) -> tuple[str, bool]:
+    """The distinct characters of all text, sorted, and whether there are several documents."""
+    seen = np.zeros(0x110000, dtype=bool)
+    documents = 0
+    for source in plan.sources:
+        for piece in plan.pieces(source):
+            seen[code_points(piece.text)] = True
+            documents += piece.first
+    return "".join(map(chr, np.flatnonzero(seen))), documents > 1
+
+
+def _sample(plan: Plan, sample_bytes: int) -> Iterator[str]:
+    """Training text, at most sample_bytes, chosen by hash from the beginning of each source."""
+    for source, split, weight in zip(plan.sources, plan.splits, plan.weights, strict=True):
+        left = sample_bytes * weight
+        share = left / min(max(source.size, left), SAMPLE_SPAN * left)
+        for part in split.parts(plan.pieces(source)):
+            if part.split == "train" and (share == 1 or is_chosen(part.text, share, b"sample")):
+                yield part.text
+                left -= len(part.text.encode("utf-8"))
+                if left <= 0:
+                    break
