@@ -10,7 +10,8 @@ from training.config import Config
 NEAR_GUESSING = 0.97  # of ln V: a model that has learned how frequent tokens are is below
 SETTLED_STEPS = 20  # after the warm-up, before the loss is judged
 MANY_EPOCHS = 4  # up to here repeated text is nearly as good as new (Muennighoff et al. 2023)
-LONG_WAIT = 0.1  # of a step
+LONG_WAIT = 0.1  # of a step ...
+WORTH_TELLING = 0.02  # ... and in seconds: a step of a millisecond waits for the scheduler
 RISE = 0.005  # of the best validation loss: less is noise
 
 Advice = tuple[str, str]  # what it is about, in a word, and the text
@@ -109,10 +110,12 @@ class Adviser:
         ]
 
     def _waiting(self, entry: dict[str, Any]) -> list[Advice]:
-        share = entry.get("data_wait")
-        if share is None:
+        share, speed = entry.get("data_wait"), entry.get("tokens_per_second")
+        if share is None or not speed:
             return []
-        self.waits = [*self.waits, share][-3:]
+        tokens = self.config.data.global_batch * self.config.model.context_length
+        seconds = share * tokens / speed
+        self.waits = [*self.waits, share if seconds > WORTH_TELLING else 0.0][-3:]
         if len(self.waits) < 3 or min(self.waits) <= LONG_WAIT:  # a start or a hiccup is no matter
             return []
         mean = sum(self.waits) / 3

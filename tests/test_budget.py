@@ -1,0 +1,216 @@
+"""A time budget: fitted on a simulated clock, kept over resumes, repeated exactly from its fits."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from data.options import ConfigError
+from training import budget as budget_module
+from training.budget import UNFITTED, Budget, fitted, open_budget, steps_at
+from training.checkpoint import find_checkpoint
+from training.config import Config, RunConfig, ScheduleConfig
+from training.schedule import lr_factor
+from training.sections import seconds_of
+from training.state import TrainState
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), ("2d", 172_800), ("0.5s", 0.5)]
+)
+def test_times_as_they_are_typed(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["10", "m", "10 m", "0s", "-1m", "1h30m", "1e3s", "\u0663m", "10M"]
+)
+def test_other_times_are_refused_with_the_right_ones(text):
+    (problem,) = RunConfig(time_budget=text).problems()
+    assert f"run.time_budget={text}" in problem
+    assert "10m" in problem
+
+
+# The fit, by hand
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0  # where a clock starts has no meaning
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_first_fit_done_by_hand():
+    clock = Clock()
+    budget = Budget(100.0, eval_interval=10, clock=clock)
+    assert budget.fit(0) is None
+    for seconds in (5.0, 2.0, 2.0):  # the first is slow and does not count
+        clock.now += seconds
+        budget.stepped(seconds)
+    assert budget.fit(3) is None  # two steps measured: too few
+    clock.now += 2.0
+    budget.stepped(2.0)
+    # 11 s are spent, 89 left, 2 s a step: 44 more
+    assert budget.fit(4) == 48
+    assert budget.fit(4) is None  # not again before 2% of the budget
+
+
+def test_evaluations_and_saving_are_counted_by_hand():
+    clock = Clock()
+    budget = Budget(100.0, eval_interval=4, clock=clock)
+    budget.fit(0)
+    for _ in range(5):
+        clock.now += 2.0
+        budget.stepped(2.0)
+    clock.now += 4.0
+    budget.evaluated(4.0)
+    clock.now += 5.0  # saving: 1 s a step
+    # 19 s spent; 4 kept for the last evaluation; 2 + 4/4 + 1 = 4 s a step: 77 / 4
+    assert budget.fit(5) == 5 + 19
+
+
+def test_time_of_earlier_processes_counts():
+    clock = Clock()
+    budget = Budget(100.0, eval_interval=1000, spent=60.0, clock=clock)
+    budget.fit(50)
+    for _ in range(4):
+        clock.now += 1.0
+        budget.stepped(1.0)
+    assert budget.spent == 64.0
+    assert budget.fit(54) == 54 + 36
+
+
+def test_a_budget_that_is_used_up_ends_the_run_where_it_is():
+    clock = Clock()
+    budget = Budget(10.0, eval_interval=1000, clock=clock)
+    budget.fit(0)
+    for _ in range(4):
+        clock.now += 5.0
+        budget.stepped(5.0)
+    assert budget.fit(4) == 4
+
+
+# The whole course, simulated
+
+
+def simulate(step_seconds, total=600.0, evaluation=3.0, interval=100) -> tuple[float, list, list]:
+    """(seconds used, fits, learning-rate factors) of a run whose step N takes step_seconds(N)."""
+    clock = Clock()
+    config = Config(
+        schedule=ScheduleConfig(schedule="wsd", warmup_steps=20, decay_fraction=0.5),
+        run=RunConfig(time_budget=f"{total}s"),
+    )
+    budget = Budget(total, interval, clock=clock)
+    step, fits, factors = 0, [], []
+    while True:
+        fit = budget.fit(step)
+        if fit:
+            fits.append((step, fit))
+        length = steps_at(fits, step)
+        if step >= length:
+            break
+        factors.append(lr_factor(step, length, fitted(config, length)))
+        seconds = step_seconds(step)
+        clock.now += seconds
+        budget.stepped(seconds)
+        step += 1
+        if step % interval == 0 or step >= length:
+            clock.now += evaluation
+            budget.evaluated(evaluation)
+        if step >= length:
+            break
+    return budget.spent, fits, factors
+
+
+def noisy(seed: int):
+    draw = random.Random(seed).uniform
+    return lambda step: draw(0.2, 0.8)
+
+
+@pytest.mark.parametrize(
+    "step_seconds",
+    [
+        lambda step: 0.5,
+        lambda step: 20.0 if step == 0 else 0.1,  # a compiler
+        noisy(1),
+        lambda step: 0.3 if step < 700 else 0.6,  # another process comes
+        lambda step: 0.6 if step < 300 else 0.3,  # and goes
+        lambda step: 4.0,  # few steps
+    ],
+    ids=["steady", "compiled", "noisy", "slower", "faster", "few"],
+)
+def test_a_run_ends_within_3_percent_of_its_budget_with_its_decay_complete(step_seconds):
+    used, fits, factors = simulate(step_seconds)
+    assert used == pytest.approx(600, rel=0.03)
+    assert max(factors) == 1.0
+    decay = 0.5 * fits[-1][1]
+    assert factors[-1] <= 1.5 / decay  # one step short of 0
+    assert len(factors) == fits[-1][1]
+
+
+def test_the_warm_up_takes_a_tenth_at_most():
+    config = Config(schedule=ScheduleConfig(warmup_steps=700), run=RunConfig(time_budget="1m"))
+    assert fitted(config, 50).warmup_steps == 5
+    assert fitted(config, UNFITTED).warmup_steps == 700
+    assert fitted(Config(schedule=ScheduleConfig(warmup_steps=700)), 50).warmup_steps == 700
+
+
+def test_the_length_at_a_step_is_that_of_the_last_fit_before():
+    fits = [(5, 100), (20, 90)]
+    assert [steps_at(fits, step) for step in (4, 5, 19, 20)] == [UNFITTED, 100, 100, 90]
+
+
+# Real runs
+
+
+OPTIONS = {"eval_interval": 1000, "checkpoint_interval": 1000, "max_steps": 3}
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Every look at the clock of a budget is a hundredth of a second later."""
+    ticks = iter(range(10**6))
+    clock = lambda: next(ticks) / 100  # noqa: E731 (a name for the patch)
+    original = Budget.__init__
+
+    def init(self, *args, **options):
+        original(self, *args, **{"clock": clock, **options})
+
+    monkeypatch.setattr(budget_module.Budget, "__init__", init)
+
+
+def test_a_run_is_repeated_exactly_from_its_fits(train_tiny, tmp_path, timed, capsys):
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert train_tiny(first, time_budget="2s", **OPTIONS) == 0
+    assert "steps: 2s: as many as fit" in capsys.readouterr().out
+    state = find_checkpoint(first, "latest").state
+    assert len(state.fits) > 1
+    assert state.step == state.fits[-1][1] > 3  # max_steps has no say
+    assert train_tiny(again, time_budget=f"fits:{first}", **OPTIONS) == 0
+    model = f"checkpoints/step-{state.step}/model.safetensors"
+    assert (again / model).read_bytes() == (first / model).read_bytes()
+    lines = [json.loads(line) for line in (first / "metrics.jsonl").open()]
+    logged = [(line["step"], line["fit"]) for line in lines if "fit" in line]
+    assert logged == [tuple(fit) for fit in state.fits]
+
+
+def test_a_finished_budget_says_so(train_tiny, tmp_path, timed, capsys):
+    assert train_tiny(tmp_path / "run", time_budget="1s", **OPTIONS) == 0
+    step = find_checkpoint(tmp_path / "run").state.step
+    capsys.readouterr()
+    assert train_tiny(tmp_path / "run", time_budget="1s", **OPTIONS) == 0
+    assert f"is finished at step {step}" in capsys.readouterr().out
+
+
+def test_a_run_without_fits_cannot_be_repeated(trained):
+    with pytest.raises(ConfigError, match="had no time budget"):
+        open_budget(RunConfig(time_budget=f"fits:{trained}"), TrainState())
+
+
+def test_no_budget_no_fits(trained):
+    assert open_budget(RunConfig(), TrainState()) is None
+    assert find_checkpoint(trained).state.fits == ()
