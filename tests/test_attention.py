@@ -9,6 +9,7 @@ import torch
 
 from model.attention import ATTENTION, CausalSelfAttention, future_mask, reference_attention
 from model.config import ModelConfig
+from model.rope import Rope
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 OTHERS = [name for name in ATTENTION if name != "reference"]
@@ -144,3 +145,17 @@ def test_the_layer_is_its_formula_written_out():
     expected = torch.cat(heads, dim=-1) @ layer.o_proj.weight.T
     torch.testing.assert_close(layer(x, rotation=None)[0], expected)
     assert not torch.allclose(layer.train()(x, rotation=None)[0], expected)
+
+
+def test_queries_and_keys_are_normalised_per_head_before_they_are_rotated():
+    config = ModelConfig(n_heads=4, n_kv_heads=2, d_model=12, d_head=6).resolved(10)
+    layer = CausalSelfAttention(config, layer=0)
+    layer.q_norm.weight.data.fill_(2.0)
+    layer.k_norm.weight.data.fill_(3.0)
+    x = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0))
+    q, k, v = layer.project(x, Rope(config)(0, 5))
+    # A rotation keeps lengths; a normalised head has length sqrt(6) times the norm's weight.
+    torch.testing.assert_close(q.norm(dim=-1), torch.full((2, 4, 5), 2 * math.sqrt(6)))
+    torch.testing.assert_close(k.norm(dim=-1), torch.full((2, 2, 5), 3 * math.sqrt(6)))
+    assert v.norm(dim=-1).std() > 0.01
+    assert not torch.allclose(q, layer.project(x, rotation=None)[0])
