@@ -186,10 +186,11 @@ class CausalSelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys and values (B, H_kv, S, D); S counts what the cache holds."""
         q, k, v = (
-            proj(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)  # (B, H or H_kv, T, D)
+            proj(x).unflatten(-1, (-1, self.d_head))  # (B, T, H or H_kv, D)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.q_norm(q), self.k_norm(k)  # while a position's heads lie side by side: faster
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or H_kv, T, D)
         if rotation is not None:
             q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
         if cache is not None:

@@ -148,7 +148,7 @@ def test_the_layer_is_its_formula_written_out():
 
 
 def test_queries_and_keys_are_normalised_per_head_before_they_are_rotated():
-    config = ModelConfig(n_heads=4, n_kv_heads=2, d_model=12, d_head=6).resolved(10)
+    config = ModelConfig(n_heads=4, n_kv_heads=2, d_model=12, d_head=6, norm_eps=1e-12).resolved(10)
     layer = CausalSelfAttention(config, layer=0)
     layer.q_norm.weight.data.fill_(2.0)
     layer.k_norm.weight.data.fill_(3.0)

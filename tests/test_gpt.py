@@ -285,11 +285,12 @@ def test_backends_can_be_switched():
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated; sizes are turned to booleans
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("kind", [MODERN, GPT2], ids=["modern", "gpt2"])
-def test_a_traced_model_runs_at_other_lengths(kind, tmp_path):
+def test_a_traced_model_runs_at_other_lengths(kind, grad, tmp_path):
     """TorchScript, saved and loaded: no Python is left in it, and no size is frozen."""
     model = perturb(make_model(**kind)).eval()
-    with torch.no_grad():
+    with torch.set_grad_enabled(grad):
         traced = torch.jit.trace(model, randint(20, 2, 8), check_trace=False)
         torch.jit.save(traced, tmp_path / "model.pt")
         traced = torch.jit.load(tmp_path / "model.pt")
