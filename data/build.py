@@ -141,7 +141,7 @@ def _write_shards(
             for split, some in result.splits.items():
                 if split not in writers:
                     writers[split] = ShardWriter(folder, split, number, tasks, dtype)
-                writers[split].append(some.ids, some.starts, some.bytes)
+                writers[split].append(some.ids, some.starts, some.bytes, some.documents)
             tasks += 1
             if sum(writer.bytes for writer in writers.values()) >= shard_bytes:
                 done.shards += [writers.pop(split).close() for split in sorted(writers)]

@@ -19,7 +19,7 @@ import numpy as np
 
 from data.options import ConfigError
 from data.split import Part
-from data.tokenizer import load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 
 TASK_CHARACTERS = 1 << 19  # text that travels to a process at a time
 WAITING = 3  # tasks per process that are in memory
@@ -35,6 +35,7 @@ class Ids:
     ids: np.ndarray  # (n,) in the shards' dtype
     starts: np.ndarray  # where in them documents start
     bytes: int  # of the text that they stand for
+    documents: int  # that end in them
 
 
 @dataclass
@@ -63,28 +64,35 @@ def grouped(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def encode_task(folder: Path, dtype: str, task: list[Part]) -> Encoded:
-    """Ids of one task, an end-of-text after each document."""
-    tokenizer = _tokenizer(folder)
+    """Ids of one task, by split."""
     found = Encoded(read=sum(part.read for part in task))
     for split in sorted({part.split for part in task}):
-        ids, starts, position, n_bytes = [], [], 0, 0
-        for part in task:
-            if part.split != split:
-                continue
-            if part.first:
-                starts.append(position)
-            some = tokenizer.encode_array(part.text).astype(dtype)
-            if part.last and tokenizer.eot is not None:
-                some = np.append(some, np.array(tokenizer.eot, dtype=dtype))
-            ids.append(some)
-            position += len(some)
-            n_bytes += len(part.text.encode("utf-8"))
-        found.splits[split] = Ids(np.concatenate(ids), np.array(starts, dtype=np.int64), n_bytes)
+        parts = [part for part in task if part.split == split]
+        found.splits[split] = _encode_parts(_tokenizer(folder), dtype, parts)
     return found
 
 
+def _encode_parts(tokenizer: Tokenizer, dtype: str, parts: list[Part]) -> Ids:
+    """Ids of text of one split, an end-of-text after each document."""
+    ids, starts, position = [], [], 0
+    for part in parts:
+        if part.first:
+            starts.append(position)
+        some = tokenizer.encode_array(part.text).astype(dtype)
+        if part.last and tokenizer.eot is not None:
+            some = np.append(some, np.array(tokenizer.eot, dtype=dtype))
+        ids.append(some)
+        position += len(some)
+    return Ids(
+        ids=np.concatenate(ids),
+        starts=np.array(starts, dtype=np.int64),
+        bytes=sum(len(part.text.encode("utf-8")) for part in parts),
+        documents=sum(part.last for part in parts),
+    )
+
+
 @lru_cache(maxsize=1)
-def _tokenizer(folder: Path):
+def _tokenizer(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
 
 

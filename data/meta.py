@@ -35,7 +35,8 @@ class Shard:
     source: int  # position in the mixture; 0 for a plain source
     file: str
     tokens: int
-    documents: int  # that start in it
+    starts: int  # of documents, as .starts lists them
+    documents: int  # that end in it: one that the tail cuts is counted once
     bytes: int  # of text
     sha256: str
     starts_crc: int
@@ -66,7 +67,7 @@ class Meta:
 
     @property
     def documents(self) -> dict[str, int]:
-        """Documents that start in each split."""
+        """Documents that end in each split."""
         return {split: sum(s.documents for s in self.of(split)) for split in SPLITS}
 
     def of(self, split: str, source: int | None = None) -> list[Shard]:

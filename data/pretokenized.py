@@ -94,4 +94,4 @@ def _described(ids: np.ndarray, tokenizer: Tokenizer, dtype: str, first: bool) -
     ends = np.flatnonzero(ids == tokenizer.eot) if tokenizer.eot is not None else []
     starts = np.concatenate([[0] if first else [], np.asarray(ends) + 1]).astype(np.int64)
     n_bytes = int(tokenizer.byte_lengths()[ids].sum())
-    return Ids(ids.astype(dtype), starts, n_bytes)
+    return Ids(ids.astype(dtype), starts, n_bytes, len(ends))

@@ -57,7 +57,7 @@ class TokenStream:
         starts = []
         for shard, end in zip(self._shards, self._ends, strict=True):
             path = (self._folder / shard.file).with_suffix(".starts")
-            content = read_checked(path, 8 * shard.documents)
+            content = read_checked(path, 8 * shard.starts)
             if zlib.crc32(content) != shard.starts_crc:
                 raise DamagedData(f"{path} fails its checksum: delete the folder and prepare again")
             starts.append(np.frombuffer(content, dtype="<i8") + (end - shard.tokens))

@@ -21,7 +21,7 @@ class ShardWriter:
     def __init__(self, folder: Path, split: str, source: int, number: int, dtype: str) -> None:
         self.split, self.source = split, source
         self.path = folder / f"{split}-{source:02d}-{number:06d}.bin"
-        self.tokens = self.bytes = 0
+        self.tokens = self.bytes = self.documents = 0
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._file = self.path.open("wb")
         self._sha = hashlib.sha256()
@@ -29,11 +29,12 @@ class ShardWriter:
         self._crcs: list[int] = []
         self._starts: list[np.ndarray] = []
 
-    def append(self, ids: np.ndarray, starts: np.ndarray, n_bytes: int) -> None:
-        """Add ids that stand for n_bytes of text; `starts`: where in them documents start."""
+    def append(self, ids: np.ndarray, starts: np.ndarray, n_bytes: int, documents: int) -> None:
+        """Add ids that stand for n_bytes of text; documents begin at `starts`, so many end."""
         self._starts.append(starts + self.tokens)
         self.tokens += len(ids)
         self.bytes += n_bytes
+        self.documents += documents
         data = self._pending + ids.astype(self._dtype).tobytes()
         whole = len(data) - len(data) % BLOCK_BYTES
         self._write(data[:whole])
@@ -65,7 +66,8 @@ class ShardWriter:
             source=self.source,
             file=self.path.name,
             tokens=self.tokens,
-            documents=len(starts) // 8,
+            starts=len(starts) // 8,
+            documents=self.documents,
             bytes=self.bytes,
             sha256=self._sha.hexdigest(),
             starts_crc=zlib.crc32(starts),
