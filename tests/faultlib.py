@@ -29,8 +29,10 @@ from train import main
 from training.manifest import MODEL, OPTIM, read_manifest
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 60.0  # seconds that any child may take
+LIMIT = 180.0  # seconds that any child may take: on a crowded machine too
 Hook = Callable[[], None]
+# Kept for ever: collected in a forked child, a store would wait for a thread that is not there.
+STORES: list[dist.TCPStore] = []
 
 
 def fork(argv: list[str], *, before: Hook | None = None, log: Path | None = None, **env) -> int:
@@ -113,6 +115,7 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [folder / f"rank{rank}.log" for rank in range(world)]
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), False)
+        STORES.append(self.store)
         shared = {
             "WORLD_SIZE": world,
             "LOCAL_WORLD_SIZE": world,

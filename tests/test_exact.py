@@ -126,7 +126,9 @@ def test_one_two_and_four_ranks_in_turn_give_the_bits_of_one(plain, recipe, tiny
             job = Job(world, argv, tmp_path, before=stop_after(stop, rank=world - 1))
             assert job.wait() == [128 + signal.SIGTERM] * world, job.text()
         assert verified(tmp_path / "run")[-1] == stop
-    assert train(argv) == 0
+    log = tmp_path / "log"
+    assert train(tiny_argv(tmp_path / "run", **{**options, "quiet": "false"}), log=log) == 0
+    assert "note: world was 4, now 1" in log.read_text()
     assert bits(tmp_path / "run", STEPS) == bits(plain(recipe), STEPS)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from faultlib import train, verified
 
 from data.meta import check_tokenizer, read_meta
 from data.options import exit_code_of
@@ -137,8 +138,6 @@ def everything(folder: Path) -> tuple:
 
 
 def test_a_training_on_a_damaged_shard_stops_by_name_and_keeps_its_checkpoints(tiny_argv, tmp_path):
-    from faultlib import train, verified
-
     argv = tiny_argv(tmp_path / "run", prepared_dir=tmp_path / "prepared")
     assert train(argv) == 0
     shard = next((tmp_path / "prepared").rglob("train-*.bin"))
@@ -150,6 +149,17 @@ def test_a_training_on_a_damaged_shard_stops_by_name_and_keeps_its_checkpoints(t
     assert train(tiny_argv(tmp_path / "run", **more), log=log) == 3
     assert f"{shard}: the block at byte" in log.read_text()
     assert verified(tmp_path / "run") == [4, 8]
+
+
+def test_a_run_whose_optimizer_state_is_lost_can_lend_its_weights(trained, tiny_argv, tmp_path):
+    for path in trained.rglob("optim.safetensors"):
+        path.unlink()
+    log = tmp_path / "log"
+    assert train(tiny_argv(trained, max_steps=20, resume="must"), log=log) == 3
+    told = log.read_text()
+    assert "optim.safetensors is missing" in told and "--init_from" in told
+    assert train(tiny_argv(tmp_path / "new", init_from=trained)) == 0
+    assert verified(tmp_path / "new") == [4, 8]
 
 
 def test_everything_is_in_the_comparison(trained, tmp_path):

@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from faultlib import ROOT, Job, Shared, bits, ended, train, verified, wait_for
+from faultlib import ROOT, Job, Shared, bits, ended, train, train_ranks, verified, wait_for
 
 import training.run
 
@@ -94,6 +94,31 @@ def test_a_stopped_rank_is_named_and_the_others_end(
         f"SIGSTOP on rank {victim} of {world}, time-out {limit:g} s",
         f"the others end after {seconds:.1f} s and name rank and step",
     )
+
+
+@pytest.mark.parametrize("reduction", ["exact", pytest.param("fast", marks=pytest.mark.faults)])
+def test_a_number_gone_bad_on_one_rank_moves_no_weight_on_any(reduction, tiny_argv, tmp_path):
+    """The fifth update of rank 1 goes bad: both end, name step and windows, and step 4 stays."""
+    options = {**RUN, "reduction": reduction, "interval": 1}
+    train_ranks(2, tiny_argv(tmp_path / "plain", **{**options, "keep_checkpoints": 9}), tmp_path)
+
+    def patch() -> None:
+        step = training.run.train_step
+
+        def bad(setup, batches, number, n_targets):
+            if number == 4 and setup.ranks.rank == 1:
+                setup.model.embed.weight.register_hook(lambda gradient: gradient / 0)
+            return step(setup, batches, number, n_targets)
+
+        training.run.train_step = bad
+
+    job = Job(2, tiny_argv(tmp_path / "run", **options), tmp_path / "bad", before=patch)
+    assert job.wait() == [4, 4], job.text()
+    for log in job.logs:
+        told = log.read_text().splitlines()[-1]
+        assert "step 5: loss" in told and "no weight was moved. Its windows: " in told
+    assert verified(tmp_path / "run") == [2, 4]
+    assert bits(tmp_path / "run", 4) == bits(tmp_path / "plain", 4)
 
 
 @pytest.mark.faults
