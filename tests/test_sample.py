@@ -194,7 +194,7 @@ def test_top_k_beyond_the_vocabulary_is_no_limit(sampled):
         ("--min_p=1.5", "min_p=1.5: must be in [0, 1]"),
         ("--temperature=-1", "temperature=-1.0: must be 0"),
         ("--temperature=nan", "temperature"),
-        ("--repetition_penalty=0", "repetition_penalty=0.0: must be above 0"),
+        ("--repetition_penalty=0", "repetition_penalty=0.0: must be in [0.01, 100]"),
         ("--max_new_tokens=0", "max_new_tokens=0: must be at least 1"),
         ("--num_samples=0", "num_samples=0: must be at least 1"),
         ("--seed=-1", "seed=-1: must be in [0, 2**63)"),

@@ -121,7 +121,7 @@ def test_it_introduces_itself_and_ends_with_what_to_type_next(train_tiny, tmp_pa
     out = capsys.readouterr().out
     assert "device cpu, float32 (as asked), 1 thread, attention sdpa" in out
     assert "parameters, 1 layers of width 16, vocabulary 24" in out
-    assert "4 steps of 4 x 16 = 64 tokens in 2 micro-batches" in out
+    assert "steps: 4 of 4 x 16 = 64 tokens in 2 micro-batches" in out
     assert "step 4/4: loss" in out
     assert f"saved {folder}/checkpoints/step-4" in out
     ending = out.partition("finished at step 4: all steps done; validation loss ")[2]
@@ -141,7 +141,7 @@ def test_quiet_leaves_warnings_and_the_result(train_tiny, tmp_path, capsys):
     assert "a sample of it" in out
     assert "more: python sample.py" in out
     assert err == ""
-    chatter = ("device", "model:", "data:", "4 steps of", "step ", "saved")
+    chatter = ("device", "model:", "data:", "steps:", "estimate:", "step ", "saved")
     assert not [
         line for line in out.partition("finished")[0].splitlines() if line.startswith(chatter)
     ]
