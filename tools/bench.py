@@ -95,7 +95,7 @@ def bench_preparation(options: BenchOptions, folder: Path, cores: int) -> None:
 
 
 def library_speed(tokenizer, text: bytes, seconds: float = 5.0) -> float:
-    """MB/s of the tokenizer's own encoder on pieces of 512 kB, the best of what fits in the time."""
+    """MB/s of the tokenizer's own encoder on 512 kB pieces: the best within the time."""
     pieces = [
         text[i : i + (1 << 19)].decode("utf-8", "ignore") for i in range(0, len(text), 1 << 19)
     ]
