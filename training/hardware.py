@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 
 import torch
@@ -22,6 +23,13 @@ PEAKS: dict[str, tuple[float, float]] = {
     "RTX 4090": (165e12, 82.6e12),
     "RTX 3090": (71e12, 35.6e12),
 }
+
+
+def hardware_name(device: torch.device) -> str:
+    """What computes: another kind rounds in other places, so the bits are its own."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def known_peak(gpu_name: str, dtype: torch.dtype) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -52,4 +53,5 @@ class Interrupts:
             os._exit(128 + number)  # checkpoints are complete or absent, so nothing is torn
         self.signal = self.signal or number
         if number == signal.SIGINT and self.announce:  # print() is not safe in a handler
-            os.write(2, b"\nfinishing this step and saving; Ctrl-C once more ends at once\n")
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, b"\nfinishing this step and saving; Ctrl-C once more ends at once\n")

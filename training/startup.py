@@ -30,6 +30,7 @@ from training.checkpoint import (
 from training.config import Config, from_json, to_json
 from training.distributed import Ranks, default_threads, make_cublas_deterministic
 from training.folder import lock_folder, move_aside
+from training.hardware import hardware_name
 from training.loading import config_of
 from training.microbatch import pick_micro_batch
 from training.optimizer import Optimizers
@@ -253,7 +254,7 @@ def restore(path: Path | None, setup: Setup, data: Data, say: Say) -> TrainState
     if checkpoint.state.scaler and setup.scaler.is_enabled():
         setup.scaler.load_state_dict(checkpoint.state.scaler)
     here = environment(setup.ranks, data)
-    for name in ("world", "torch"):
+    for name in ("world", "torch", "hardware"):
         if checkpoint.about.get(name) != here[name]:
             say(f"note: {name} was {checkpoint.about.get(name)!r}, now {here[name]!r}")
     say(f"going on from {path}")
@@ -268,6 +269,7 @@ def environment(ranks: Ranks, data: Data) -> dict[str, object]:
         "world": ranks.world,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "hardware": hardware_name(ranks.device),
         "python": platform.python_version(),
     }
 
