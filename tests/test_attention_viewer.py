@@ -1,0 +1,139 @@
+"""The attention page: the weights that it holds are the model's, and its figures are right."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.probe import attention_maps
+from tools import attention
+from training.weights import load_for_sampling
+
+
+@pytest.fixture(scope="module")
+def sampled(trained_once):
+    return load_for_sampling(trained_once, "latest", torch.device("cpu"))
+
+
+def data_of(text: str) -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, flags=re.DOTALL)[1])
+
+
+def unpacked(data: dict) -> torch.Tensor:
+    """(L, H, T, T) as the page's script reads it."""
+    T, L, H = len(data["tokens"]), data["layers"], data["heads"]
+    flat = np.frombuffer(base64.b64decode(data["weights"]), "<u2").reshape(L, H, -1)
+    maps = torch.zeros(L, H, T, T)
+    for t in range(T):
+        row = flat[..., t * (t + 1) // 2 :][..., : t + 1] / data["steps"]
+        maps[..., t, : t + 1] = torch.tensor(row)
+    return maps
+
+
+# Figures by hand: two heads over three positions
+
+
+EVEN = torch.tensor([[1, 0, 0], [1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3]])
+FIRST = torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [1.0, 0, 0]])
+MAPS = torch.stack([EVEN, FIRST])[None]  # (1, 2, 3, 3)
+
+
+def test_entropy_by_hand():
+    expected = (math.log(1) + math.log(2) + math.log(3)) / 3
+    assert attention.entropies(MAPS)[0].tolist() == pytest.approx([expected, 0.0])
+
+
+def test_distance_by_hand():
+    # evenly: 0, 1/2, 1; the first always: 0, 1, 2
+    assert attention.distances(MAPS)[0].tolist() == pytest.approx([0.5, 1.0])
+
+
+def test_packing_keeps_the_lower_triangle_row_by_row():
+    values = np.frombuffer(base64.b64decode(attention.packed(MAPS)), "<u2") / attention.STEPS
+    even = [1, 1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 3]
+    assert values.tolist() == pytest.approx([*even, 1, 1, 0, 1, 0, 0], abs=1e-5)
+
+
+# The page
+
+
+def test_the_page_holds_the_weights_of_the_model(sampled):
+    model, tokenizer = sampled
+    ids = tokenizer.encode("def f1(x):\n")
+    data = data_of(attention.make_page("t", model, tokenizer, ids))
+    assert "".join(data["tokens"]) == "def f1(x):\n"
+    maps = unpacked(data)
+    assert torch.allclose(maps, attention_maps(model, torch.tensor([ids]))[:, 0], atol=1e-5)
+    assert torch.allclose(maps.sum(-1), torch.ones(1, 2, len(ids)), atol=1e-4)
+
+
+def test_the_weights_shown_are_what_the_fused_backend_mixes_with(sampled):
+    model, tokenizer = sampled
+    ids = torch.tensor([tokenizer.encode("def f1(x):\n")])
+    maps = unpacked(data_of(attention.make_page("t", model, tokenizer, ids[0].tolist())))
+    layer = model.layers[0]
+    with torch.no_grad():
+        x, rotation = model.embedded(ids)
+        q, k, v = layer.attn.project(layer.attn_norm(x), rotation)
+        model.use_attention("sdpa")
+        fused, _ = layer.attn.attend(q, k, v)
+    assert torch.allclose(maps[0] @ v[0], fused[0], atol=1e-4)
+
+
+def test_text_cannot_end_the_script(sampled):
+    model, _ = sampled
+
+    class Hostile:
+        eot = None
+
+        def decode_bytes(self, ids: list[int]) -> bytes:
+            return b"</script><b>@TITLE@"
+
+    page = attention.make_page("<x> @DATA@", model, Hostile(), [1, 2])
+    assert "<title>&lt;x&gt; @DATA@</title>" in page
+    assert data_of(page)["tokens"] == ["</script><b>@TITLE@"] * 2
+
+
+# The command
+
+
+def test_the_command_writes_a_page_and_says_what_it_left_out(command, trained):
+    code, out, err = command(attention.main, trained, "--prompt=def f1(x):", "--tokens=4")
+    assert (code, err) == (0, "")
+    assert "4 tokens (the first of 10)" in out
+    assert data_of((trained / "attention.html").read_text())["tokens"] == list("def ")
+
+
+def test_no_more_than_the_context_is_shown(command, trained, tmp_path):
+    out_file = tmp_path / "a.html"
+    code, out, _ = command(attention.main, trained, "--prompt", "x" * 40, f"--out={out_file}")
+    assert code == 0
+    assert "16 tokens (the first of 40)" in out
+    assert out_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "prompt is empty"),
+        (["--prompt=def", "--tokens=0"], "tokens=0: must be at least 1"),
+        (["--promt=def"], "did you mean --prompt?"),
+    ],
+)
+def test_mistakes_are_told(command, argv, said):
+    code, _, err = command(attention.main, "out/nowhere", *argv)
+    assert code == 2
+    assert said in err
+
+
+def test_a_run_that_is_not_there_is_told(command, tmp_path):
+    code, _, err = command(attention.main, Path(tmp_path, "none"), "--prompt=def")
+    assert code == 2
+    assert "none" in err

@@ -1,0 +1,68 @@
+"""The windows behind an update are those that it was made from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from data.loader import BatchLoader
+from data.options import ConfigError
+from data.prepare import prepared_folder
+from data.shards import Windows, read_meta
+from data.tokenizer import load_tokenizer
+from tools import batch
+from training.history import read_history
+
+
+def test_every_window_of_a_step_is_shown_with_its_text(command, trained):
+    code, out, err = command(batch.main, trained, "--step=4")
+    assert (code, err) == (0, "")
+    config = read_history(trained).config
+    folder = prepared_folder(config.data)
+    windows = Windows(folder, "train", 16)
+    loader = BatchLoader(windows, seed=config.run.seed, global_batch=4, micro_batch=2)
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    # The 4th update is step 3 of the loader, in two micro-batches of two windows.
+    tokens = [row for j in (6, 7) for row in loader.batch(j)[0].tolist()]
+    shown = out.split("--- ")[1:]
+    assert len(shown) == 4
+    for text, row in zip(shown, tokens, strict=True):
+        assert tokenizer.decode(row) in text
+    assert "micro-batch 1, row 0: window" in out
+    assert out.startswith("step 4: loss ")  # it was logged
+
+
+def test_later_epochs_say_how_far_the_grid_is_moved(command, trained):
+    code, out, _ = command(batch.main, trained, "--step=1000")
+    assert code == 0
+    assert "of epoch 30, grid moved by" in out  # 3,996 windows of 133 an epoch
+    assert not out.startswith("step")
+
+
+def test_long_windows_are_shortened_and_said():
+    assert batch.shortened("abcdef", 4) == "abcd ... (2 more)"
+    assert batch.shortened("abcd", 4) == "abcd"
+    assert batch.shortened("abcdef", 0) == "abcdef"
+
+
+def test_changed_data_is_refused(trained, monkeypatch):
+    config = read_history(trained).config
+    meta = read_meta(batch.data_folder(trained, config))
+    monkeypatch.setattr("data.shards.read_meta", lambda _: replace(meta, fingerprint="0" * 64))
+    with pytest.raises(ConfigError, match="fingerprint 000000000000"):
+        batch.data_folder(trained, config)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "step=0: give an update"),
+        (["--step=-1"], "step=-1"),
+        (["--step=1", "--chars=-1"], "chars=-1: must be at least 0"),
+    ],
+)
+def test_mistakes_are_told(command, trained, argv, said):
+    code, _, err = command(batch.main, trained, *argv)
+    assert code == 2
+    assert said in err

@@ -1,0 +1,89 @@
+"""`--micro_batch=auto`: the largest that fits, by trying or by estimate, the same on all ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from data.config import DataConfig
+from model.config import ModelConfig
+from model.gpt import GPT
+from training import microbatch
+from training.config import Config, RunConfig
+from training.distributed import Ranks
+from training.memory import estimate_memory
+from training.microbatch import attempt, largest, pick_micro_batch
+
+CONFIG = Config(
+    model=ModelConfig(n_layers=1, n_heads=2, d_model=16, context_length=16).resolved(50),
+    data=DataConfig(global_batch=12, micro_batch="auto"),
+    run=RunConfig(dtype="float32", attention="sdpa"),
+)
+
+
+@pytest.mark.parametrize("limit", range(0, 14))
+def test_the_largest_that_fits_is_found(limit):
+    sizes, tried = [1, 2, 3, 4, 6, 12], []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= limit
+
+    assert largest(sizes, fits) == max([size for size in sizes if size <= limit], default=1)
+    assert len(tried) <= 3
+
+
+def need(size: int) -> int:
+    sized = replace(CONFIG, data=replace(CONFIG.data, micro_batch=size))
+    return estimate_memory(sized).peak
+
+
+@pytest.mark.parametrize("size", [2, 4, 6])
+def test_on_a_cpu_the_estimate_stays_within_half_of_what_is_free(monkeypatch, size):
+    monkeypatch.setattr(microbatch, "available_bytes", lambda: 2 * need(size))
+    assert pick_micro_batch(CONFIG, Ranks()) == size
+    monkeypatch.setattr(microbatch, "available_bytes", lambda: 2 * need(size) - 2)
+    assert pick_micro_batch(CONFIG, Ranks()) < size
+
+
+def test_with_memory_enough_or_unknown_it_is_the_whole_share(monkeypatch):
+    for free in (1e15, None):
+        monkeypatch.setattr(microbatch, "available_bytes", lambda free=free: free)
+        assert pick_micro_batch(CONFIG, Ranks()) == 12
+
+
+def test_with_memory_for_nothing_it_is_one(monkeypatch):
+    monkeypatch.setattr(microbatch, "available_bytes", lambda: 1)
+    assert pick_micro_batch(CONFIG, Ranks()) == 1
+
+
+def test_running_out_of_memory_is_caught(monkeypatch):
+    assert attempt(CONFIG, 4, Ranks())
+    forward = GPT.forward
+
+    def small_only(self, tokens, *args, **options):
+        if len(tokens) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, tokens, *args, **options)
+
+    monkeypatch.setattr(GPT, "forward", small_only)
+    assert not attempt(CONFIG, 4, Ranks())
+    assert largest([1, 2, 3, 4, 6, 12], lambda size: attempt(CONFIG, size, Ranks())) == 3
+
+
+def test_free_memory_is_a_plausible_number():
+    free = microbatch.available_bytes()
+    assert free is None or 1e7 < free < 1e14
+
+
+def test_a_run_saves_what_was_chosen_and_keeps_it(train_tiny, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    monkeypatch.setattr("training.startup.pick_micro_batch", lambda config, ranks: 2)
+    assert train_tiny(folder, micro_batch="auto", max_steps=4) == 0
+    assert json.loads((folder / "run.json").read_text())["data"]["micro_batch"] == 2
+    monkeypatch.setattr("training.startup.pick_micro_batch", lambda config, ranks: 4)
+    assert train_tiny(folder, micro_batch="auto", max_steps=8, resume="must") == 0
+    assert json.loads((folder / "run.json").read_text())["data"]["micro_batch"] == 2

@@ -1,0 +1,383 @@
+"""The report: figures worked out by hand, everything shown, and nothing that can stop a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runlib import PASSAGE, write_run
+
+from data.options import ConfigError
+from data.tokenizer import load_tokenizer
+from model.gpt import GPT
+from tools import report as report_tool
+from training import page
+from training.config import from_json
+from training.history import (
+    add_progress,
+    interpolator,
+    latest_of_each_step,
+    read_history,
+    read_lines,
+    smoothed,
+    thinned,
+)
+from training.observer import command_line
+from training.precision import Precision
+from training.report import try_report, write_report
+from training.snapshot import append_snapshot, sample_text, scored_passage, token_text
+from training.weights import load_for_sampling
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    folder = write_run(tmp_path_factory.mktemp("written") / "demo")
+    return write_report([folder], folder / "report.html")
+
+
+@pytest.fixture(scope="module")
+def text(written) -> str:
+    return written.read_text(encoding="utf-8")
+
+
+def without_scripts(text: str) -> str:
+    return re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+
+
+# Figures
+
+
+def test_progress_by_hand():
+    # 100 tokens a step: 10 steps at 50 tokens a second are 20 s; 5 more at 100 are 5 s.
+    entries = [
+        {"step": 10, "tokens_per_second": 50.0},
+        {"step": 10, "val_loss": 1.0},
+        {"step": 15, "tokens_per_second": 100.0},
+    ]
+    add_progress(entries, 100)
+    assert [entry["tokens"] for entry in entries] == [1000, 1000, 1500]
+    assert [entry["seconds"] for entry in entries] == [20.0, 20.0, 25.0]
+    seconds = interpolator(entries)
+    assert [seconds(step) for step in (0, 5, 10, 12, 15, 99)] == [0.0, 10.0, 20.0, 22.0, 25.0, 25.0]
+
+
+def test_smoothing_by_hand():
+    # half_life 1: a value counts half one step later. 4; (4/2 + 1) / (1/2 + 1) ...
+    assert smoothed([4.0, 1.0, 1.0], 1.0) == pytest.approx([4.0, 2.0, 10 / 7])
+    assert smoothed([4.0, None, 1.0], 1.0) == pytest.approx([4.0, None, 2.0])
+
+
+def test_thinning_keeps_spikes_and_ends():
+    values = [1.0] * 10_000
+    values[777], values[5555] = 9.0, -9.0
+    kept = thinned(values, 100)
+    assert {0, 777, 5555, 9999} <= set(kept)
+    assert len(kept) <= 110
+    assert thinned([1.0, 2.0], 100) == [0, 1]
+    assert thinned([None] * 1000, 100) == [0, 999]
+
+
+def test_a_later_attempt_replaces_an_earlier_one():
+    lines = [
+        {"step": 1, "attempt": 1, "sample": "a"},
+        {"step": 2, "attempt": 1, "sample": "b"},
+        {"step": 2, "attempt": 2, "sample": "c"},
+    ]
+    assert [entry["sample"] for entry in latest_of_each_step(iter(lines))] == ["a", "c"]
+
+
+def test_the_tiles_of_a_run(text):
+    tiles = dict(re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span>', text))
+    loss = 5.5 * math.exp(-200 / 80) + 1
+    assert tiles[f"{loss + 0.1:.4f}"] == "best validation loss, step 200"
+    assert tiles[f"{loss / 2:.4f}"] == "bits per byte, there"
+    assert tiles[f"{loss:.4f}"] == "training loss, last step"
+    assert tiles["1.02k"] == "tokens per second"
+    assert tiles["42%"] == "MFU"
+    assert tiles["1:40"] == "trained"  # 200 steps of half a second
+    assert tiles["102k"] == "tokens seen"
+    assert tiles["200"] == "of 200 steps"
+
+
+# What is shown
+
+
+def test_one_file_that_needs_nothing_else(written, text):
+    assert written.stat().st_size < 3_000_000
+    assert not re.search(r'(src|href)\s*=\s*["\']?(https?:)?//', without_scripts(text))
+    assert "@import" not in text
+    assert list(written.parent.glob(".tmp-*")) == []
+
+
+def test_what_was_written_by_a_model_or_a_user_is_text(text):
+    shown = without_scripts(text)
+    assert "<mark>def </mark>&lt;200&gt;&amp;" in shown
+    assert "it &lt;i&gt;repeats&lt;/i&gt;" in shown
+    data = re.search(r'id="passage-data">(.*?)</script>', text, flags=re.DOTALL)[1]
+    assert "<" not in data
+    assert json.loads(data)["snapshots"][0]["tokens"] == PASSAGE
+
+
+def test_samples_come_newest_first(text):
+    steps = re.findall(r'<div class="card"><b>step (\d+)', text)
+    assert steps == ["200", "150", "100", "50"]
+
+
+def test_restarts_and_warnings_are_listed(text):
+    rows = re.findall(r"<tr><td>(\d+)</td><td>.*?</td><td>(.*?)</td></tr>", text)
+    assert ("0", "began") in rows
+    assert ("100", "taken up again") in rows
+    assert ("60", "it &lt;i&gt;repeats&lt;/i&gt;") in rows
+
+
+def test_options_that_are_not_the_default_are_marked(text):
+    rows = re.findall(r'<tr class="(\w+)" title=".*?"><td>(\w+)</td><td>(.*?)</td>', text)
+    marks = {name: (mark, value) for mark, name, value in rows}
+    assert marks["lr"] == ("changed", "0.003")
+    assert marks["weight_decay"] == ("same", "0.1")
+    assert marks["d_head"] == ("same", "32")  # derived
+    assert marks["max_steps"] == ("changed", "200")
+
+
+def test_commands_data_and_environment(text, written):
+    for expected in (
+        "python train.py config/small.py --lr=0.003",
+        f"python sample.py {written.parent} --prompt &#x27;def &#x27;",
+        "<td>fingerprint</td><td>abc123</td>",
+        "<td>tokens to train</td><td>123,456</td>",
+        "<td>torch</td><td>2.13.0</td>",
+    ):
+        assert expected in text
+
+
+def test_the_command_to_go_on_does_not_start_anew():
+    argv = ["config/small.py", "--overwrite=true", "--run.overwrite=true", "--prompt=a b"]
+    assert command_line(argv, 1) == "python train.py config/small.py '--prompt=a b'"
+    assert command_line([], 2) == "torchrun --nproc_per_node=2 train.py"
+
+
+def test_two_runs_are_overlaid(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=100, seed=7)
+    text = write_report([a, b], tmp_path / "both.html").read_text(encoding="utf-8")
+    assert "<title>a + b</title>" in text
+    assert "<tr><td>run.seed</td><td>1</td><td>7</td></tr>" in text
+    assert "200 of 200" in text
+    assert "100 of 200" in text
+    assert "passage-data" not in without_scripts(text)
+
+
+# Runs that have little to show
+
+
+def test_a_run_that_has_only_begun(tmp_path):
+    folder = write_run(tmp_path / "new", steps=0)
+    text = write_report([folder], folder / "report.html").read_text(encoding="utf-8")
+    assert "step 0 of 200, 0%" in text
+
+
+def test_losses_that_are_no_numbers(tmp_path):
+    folder = write_run(tmp_path / "nan")
+    lines = (folder / "metrics.jsonl").read_text()
+    lines = lines.replace('"val_loss": ', '"val_loss": null, "x": ')
+    lines = re.sub(r'"loss": [\d.]+', '"loss": null', lines, count=5)
+    (folder / "metrics.jsonl").write_text(lines + '{"step": 3, "torn')
+    text = write_report([folder], folder / "report.html").read_text(encoding="utf-8")
+    assert "<b>-</b><span>validation loss" in text
+
+
+def test_a_run_with_a_time_budget_has_the_length_of_its_last_fit(tmp_path):
+    folder = write_run(tmp_path / "budget")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "attempt": 1, "fit": 900}\n{"step": 9, "attempt": 1, "fit": 300}\n')
+    assert read_history(folder).max_steps == 300
+    assert read_history(folder).last_step == 200
+
+
+def test_many_snapshots_are_thinned_to_the_ends_and_between():
+    entries = [{"step": step} for step in range(100)]
+    shown = [entry["step"] for entry in page.spread(entries)]
+    assert (shown[0], shown[-1], len(shown)) == (0, 99, page.MOST_SNAPSHOTS)
+    assert page.spread(entries[:3]) == entries[:3]
+
+
+# Nothing stops a run
+
+
+def test_a_missing_library_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bokeh.embed", None)
+    said = []
+    assert try_report(write_run(tmp_path / "run"), said.append) is False
+    (line,) = said
+    assert "pip install bokeh" in line
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_whatever_goes_wrong_is_one_line(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "report.html").mkdir()
+    said = []
+    assert try_report(folder, said.append) is False
+    assert len(said) == 1
+    assert "\n" not in said[0]
+    assert list(folder.glob(".tmp-*")) == []
+
+
+def test_training_writes_snapshots_and_the_report(train_tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.observer.SAMPLE_TOKENS", 5)
+    folder = tmp_path / "run"
+    assert train_tiny(folder, report=True, sample_prompt="def ") == 0
+    assert [entry["step"] for entry in read_lines(folder / "snapshots.jsonl")] == [4, 8]
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert "step 8 of 8, all steps done" in text
+    assert "--sample_prompt=def " in text
+    history = read_history(folder)
+    assert history.starts[0]["start"]["environment"]["ranks"] == 1
+    assert history.starts[0]["start"]["data"]["bytes per token"] == 1.0
+
+
+def test_a_report_changes_nothing_of_training(train_tiny, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.observer.SAMPLE_TOKENS", 5)
+    monkeypatch.setattr("training.observer.try_report", lambda folder, say: True)
+    assert train_tiny(tmp_path / "run", report=True, dropout=0.0) == 0
+    model = "checkpoints/step-8/model.safetensors"
+    assert (tmp_path / "run" / model).read_bytes() == (trained / model).read_bytes()
+
+
+def test_a_run_whose_report_fails_goes_on(train_tiny, tmp_path, monkeypatch, capsys):
+    def fail(*args, **options):
+        raise RuntimeError("no memory\nat all")
+
+    monkeypatch.setattr("training.observer.sample_text", fail)
+    monkeypatch.setattr("training.report.draw", fail)
+    assert train_tiny(tmp_path / "run", report=True) == 0
+    out = capsys.readouterr().out
+    assert "note: no snapshot this time (RuntimeError: no memory)" in out
+    assert "note: no report.html this time (RuntimeError: no memory)" in out
+
+
+# Snapshots
+
+
+@pytest.fixture(scope="module")
+def sampled(trained_once):
+    return load_for_sampling(trained_once, "latest", torch.device("cpu"))
+
+
+class Window:
+    """One window for scored_passage."""
+
+    def __init__(self, tokens: list[int], ignored: int = 0) -> None:
+        self.tokens = np.array(tokens)
+        self.targets = np.array([*tokens[1:], 0])
+        self.targets[len(tokens) - ignored :] = -100
+
+    def pair(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        assert i == 0
+        return self.tokens, self.targets
+
+
+FLOAT32 = Precision(torch.float32, "cpu")
+
+
+def test_a_passage_is_scored_as_the_model_scores_it(sampled):
+    model, tokenizer = sampled
+    ids = tokenizer.encode("def f1(x):\n")
+    found = scored_passage(model, tokenizer, Window(ids, ignored=1), FLOAT32)
+    tokens = torch.tensor([ids[:-1]])
+    losses = model(tokens, torch.tensor([ids[1:]]), reduction="none")[0]
+    assert [text for text, _, _ in found] == list("ef f1(x):\n")
+    assert [loss for _, loss, _ in found] == pytest.approx(losses.tolist(), abs=6e-4)
+    chances = model(tokens)[0].softmax(-1)
+    for row, (_, _, likeliest) in enumerate(found):
+        values, ids_ = chances[row].topk(5)
+        assert [p for _, p in likeliest] == pytest.approx(values.tolist(), abs=6e-5)
+        assert [text for text, _ in likeliest] == [tokenizer.decode([i]) for i in ids_.tolist()]
+
+
+def test_ids_of_a_padded_vocabulary_are_not_shown(sampled):
+    model, tokenizer = sampled
+    config = replace(model.config, vocab_size=tokenizer.vocab_size + 50)
+    padded = GPT(config)
+    padded.init_weights(0)
+    with torch.no_grad():
+        padded.head.weight[tokenizer.vocab_size :] = padded.head.weight[0] * 100
+    found = scored_passage(padded, tokenizer, Window(tokenizer.encode("def f1")), FLOAT32)
+    assert all(len(likeliest) == 5 for _, _, likeliest in found)  # an unknown id cannot be decoded
+
+
+def test_snapshots_leave_the_model_and_the_generator_as_they_were(sampled):
+    model, tokenizer = sampled
+    model.train()
+    before = torch.get_rng_state()
+    scored_passage(model, tokenizer, Window(tokenizer.encode("def")), FLOAT32)
+    first, second = (sample_text(model, tokenizer, "def ", seed=1, tokens=8) for _ in range(2))
+    assert first == second
+    assert first.startswith("def ")
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), before)
+    model.eval()
+
+
+def test_a_token_that_is_no_text_is_shown_by_its_bytes(trained_once):
+    tokenizer = load_tokenizer(trained_once / "checkpoints/step-8/tokenizer")
+    assert token_text(tokenizer, tokenizer.encode("d")[0]) == "d"
+
+    class Half:
+        eot = 7
+
+        def decode_bytes(self, ids: list[int]) -> bytes:
+            return b"\xc3" if ids == [1] else b"a"
+
+    assert token_text(Half(), 1) == "<c3>"
+    assert token_text(Half(), 7) == "<end of text>"
+
+
+def test_a_torn_snapshot_costs_itself_alone(tmp_path):
+    path = tmp_path / "snapshots.jsonl"
+    append_snapshot(path, {"step": 1, "sample": "a"})
+    with path.open("a") as file:
+        file.write('{"step": 2, "samp')
+    append_snapshot(path, {"step": 3, "sample": "\ud800"})  # half of a pair: no UTF-8 has it
+    assert [entry["step"] for entry in read_lines(path)] == [1, 3]
+
+
+# The command
+
+
+def test_the_command_writes_beside_the_run_or_where_it_is_told(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b")
+    code, out, err = command(report_tool.main, "a")
+    assert (code, err) == (0, "")
+    assert "a/report.html: 1." in out
+    assert command(report_tool.main, "a", "b")[0] == 0
+    assert (tmp_path / "report.html").exists()
+    assert command(report_tool.main, "a", "b", "--out=c.html")[0] == 0
+    assert (tmp_path / "c.html").exists()
+
+
+def test_a_folder_without_a_run_is_a_mistake(command, tmp_path):
+    code, out, err = command(report_tool.main, tmp_path)
+    assert code == 2
+    assert "holds no run" in err
+    with pytest.raises(ConfigError):
+        read_history(tmp_path)
+
+
+def test_a_missing_library_is_a_mistake_told_in_words(command, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bokeh.embed", None)
+    code, _, err = command(report_tool.main, write_run(tmp_path / "a"))
+    assert code == 2
+    assert "pip install bokeh" in err
+
+
+def test_the_config_of_the_fixture_is_one(tmp_path):
+    assert from_json((write_run(tmp_path / "a") / "run.json").read_text()).problems() == []
