@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from model.attention import CausalSelfAttention
 from model.config import ModelConfig
@@ -27,19 +26,10 @@ class Row:
     flops: int  # of forward and backward, for one token
 
 
-class Unfilled(TorchFunctionMode):
-    """While it is active, modules do not fill their weights. (On "meta" there is nothing to fill,
-    but nn.Embedding's way to do so imports the compiler, which takes a second.)"""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__module__", "") == "torch.nn.init":
-            return None
-        return function(*args, **(kwargs or {}))
-
-
 def meta_model(config: ModelConfig) -> GPT:
-    """The model of a resolved config with shapes and no values: it takes no memory."""
-    with torch.device("meta"), Unfilled():
+    """The model of a resolved config with shapes and no values: it takes no memory, but the second
+    that the import of torch's compiler takes, by which "meta" tensors compute."""
+    with torch.device("meta"):
         return GPT(config)
 
 

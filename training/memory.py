@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from model.config import ModelConfig
 from model.describe import meta_model
-from model.gpt import CHUNK_TOKENS, LARGE_VOCAB
+from model.gpt import CHUNK_TOKENS, GPT, LARGE_VOCAB
 from training.config import Config
 
 FLOAT = 4  # bytes
@@ -40,14 +40,18 @@ class Memory:
         return {name: size for name, size in vars(self).items() if name != "peak"}
 
 
-def estimate_memory(config: Config, world: int = 1, device: str = "cpu") -> Memory:
+def estimate_memory(
+    config: Config, world: int = 1, device: str = "cpu", model: GPT | None = None
+) -> Memory:
     """Peak and parts for one of `world` ranks. `config` is resolved: model, micro_batch, dtype.
+
+    model: the model of `config`, where there is one already; else one without memory is built.
 
     Held against autograd's own count and against the measured peak of real runs in
     tests/test_plan.py. On a GPU the driver's own context (about 0.5 GB) comes on top.
     """
     c, dtype = config.model, config.run.dtype
-    model = meta_model(c)
+    model = model or meta_model(c)
     shapes = Counter(tuple(p.shape) for p in model.layers.parameters() if p.dim() == 2)
     matrices = sum(count * math.prod(shape) for shape, count in shapes.items())
     one = FLOAT * model.parameter_count()  # the weights; one gradient; one slot of AdamW

@@ -67,7 +67,7 @@ def estimated_time(run: Run) -> str:
 def estimated_memory(run: Run) -> str:
     """Memory of a rank, by training/memory.py."""
     ranks = run.setup.ranks
-    need = estimate_memory(run.config, ranks.world, ranks.device.type).peak
+    need = estimate_memory(run.config, ranks.world, ranks.device.type, run.setup.model).peak
     return f"{need / 1e9:.2f} GB of memory{' a rank' * (ranks.world > 1)}"
 
 
