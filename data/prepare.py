@@ -15,26 +15,24 @@ import json
 import re
 import shutil
 import sys
-import time
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 from data.build import build
 from data.config import DataConfig
-from data.encode import n_workers
-from data.meta import DamagedData, Meta, check_size, check_tokenizer, read_meta
+from data.meta import read_meta
 from data.options import ConfigError, parse_sections, run_command
-from data.plan import Say, make_plan, make_tokenizer
+from data.plan import Say, make_plan
+from data.preview import preview
 from data.record import has_same_content, is_complete, is_current, lock, source_record
 from data.sources import STDIN, Source, absolute, open_source, parse_mixture
 from data.tokenizer import ready_tokenizer
+from data.verify import summary, verify
 
 FORMAT = 2  # of the prepared folder; another one is another folder
 SHARD_BYTES = 128 << 20  # of text
 READ_BYTES = 1 << 20
-TRIAL_BYTES = 4 << 20  # that a dry run encodes
 
 
 def prepared_folder(config: DataConfig) -> Path:
@@ -140,77 +138,6 @@ def _prepare(
     say(f"prepared {folder}: {summary(build(plan, record, folder, say, progress, shard_bytes))}")
 
 
-def summary(meta: Meta) -> str:
-    """One line: documents, bytes, tokens, bytes per token and the sizes of the splits."""
-    n_bytes, tokens = sum(meta.bytes.values()), sum(meta.tokens.values())
-    return (
-        f"{sum(meta.documents.values()):,} documents, {n_bytes:,} bytes, {tokens:,} tokens "
-        f"({n_bytes / tokens:.2f} bytes a token), train {meta.tokens['train']:,}, "
-        f"val {meta.tokens['val']:,} ({', '.join(sorted(set(meta.splits)))})"
-    )
-
-
-def verify(folder: Path, say: Say = print) -> None:
-    """Read every byte of a prepared folder. Raises DamagedData that names each damaged file."""
-    meta = read_meta(folder)
-    damaged = []
-    for shard in meta.shards:
-        path = folder / shard.file
-        try:
-            check_size(path, shard.tokens * meta.id_dtype.itemsize)
-            found = hashlib.sha256()
-            with path.open("rb") as stream:
-                while chunk := stream.read(READ_BYTES):
-                    found.update(chunk)
-            if found.hexdigest() != shard.sha256:
-                damaged.append(f"{path}: its SHA-256 is not the one that was written")
-        except DamagedData as error:
-            damaged.append(str(error))
-    try:
-        check_tokenizer(folder, meta)
-    except DamagedData as error:
-        damaged.append(str(error))
-    if damaged:
-        raise DamagedData("\n".join(damaged))
-    say(f"{folder}: {len(meta.shards)} shards are what was written; {summary(meta)}")
-
-
-def dry_run(config: DataConfig, say: Say = print) -> None:
-    """Say what preparing would read, make and take, and show the first document's tokens."""
-    parts = parse_mixture(config.source)
-    folder = prepared_folder(config)
-    ready = ready_tokenizer(config.tokenizer)
-    sources = [open_source(spec) for spec, _ in parts]
-    plan = make_plan(config, sources, [weight for _, weight in parts], ready)
-    for source, split, weight in zip(sources, plan.splits, plan.weights, strict=True):
-        size = f"{len(source.files):,} files, {source.size / 1e6:,.1f} MB" if source.files else ""
-        say(f"source {source.spec}: {size}; weight {weight:.3g}; split {split.mode}; {source.note}")
-    say(f"folder {folder}: {'is there' if is_complete(folder) else 'would be made'}")
-    if any(source.holds_ids for source in sources):
-        return
-    tokenizer = ready or make_tokenizer(plan, say, TRIAL_BYTES)
-    texts, size = [], 0
-    for piece in plan.pieces(sources[0]):
-        texts.append(piece.text)
-        size += len(piece.text.encode("utf-8"))
-        if size >= TRIAL_BYTES:
-            break
-    started = time.perf_counter()
-    tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
-    seconds = time.perf_counter() - started
-    total = sum(source.size for source in sources) or size
-    processes = max(1, n_workers(config.workers, total))
-    item = 2 if tokenizer.vocab_size <= 1 << 16 else 4
-    say(
-        f"about {total * tokens / size:,.0f} tokens ({size / tokens:.2f} bytes a token), "
-        f"{total * tokens / size * item / 1e6:,.1f} MB of shards, "
-        f"{total * seconds / size / processes:.0f} s with {processes} processes"
-    )
-    ids = tokenizer.encode(texts[0][:200])
-    say("first document: " + "|".join(tokenizer.decode([i]) for i in islice(ids, 40)))
-    say(f"first ids: {ids[:40]}")
-
-
 @dataclass(frozen=True)
 class Actions:
     """What to do other than to prepare."""
@@ -225,7 +152,9 @@ def main(argv: list[str]) -> int:
     sections, _ = parse_sections(argv, {"data": DataConfig, "": Actions}, usage=usage)
     config, actions = sections["data"], sections[""]
     if actions.dry_run:
-        dry_run(config)
+        preview(config)
+        folder = prepared_folder(config)
+        print(f"folder {folder}: {'is there' if is_complete(folder) else 'would be made'}")
     elif actions.verify:
         verify(prepared_folder(config))
     else:

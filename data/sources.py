@@ -146,7 +146,9 @@ def open_source(spec: str, stdin_file: Path | None = None) -> Source:
     if spec.startswith("hub:"):
         parse_hub(spec)
         return Source(spec, Path(), ())
-    if spec == STDIN and stdin_file is not None:
+    if spec == STDIN:
+        if stdin_file is None:
+            raise ConfigError("data.source=-: standard input can be read only once: prepare it")
         return Source(spec, stdin_file, (stdin_file,))
     if spec == "stdlib":
         return _stdlib()
