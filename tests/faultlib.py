@@ -179,11 +179,13 @@ def leftovers(run: Path) -> list[Path]:
     return [path for path in run.rglob(".*") if path.name != ".lock"]
 
 
-def wait_for(condition: Callable[[], bool], limit: float = LIMIT) -> None:
-    """Look every millisecond until it is so."""
+def wait_for(condition: Callable[[], bool], limit: float = LIMIT, pid: int = 0) -> None:
+    """Look every millisecond until it is so; not beyond the end of the child `pid`."""
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
+        gone = pid and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        assert not gone or condition(), f"process {pid} ended before"
         time.sleep(0.001)
 
 

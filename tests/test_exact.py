@@ -115,7 +115,9 @@ def stop_after(step: int, rank: int = 0):
     return patch
 
 
-@pytest.mark.parametrize("recipe", ["adamw float32", "muon bfloat16"])
+@pytest.mark.parametrize(
+    "recipe", ["muon bfloat16", pytest.param("adamw float32", marks=pytest.mark.faults)]
+)
 def test_one_two_and_four_ranks_in_turn_give_the_bits_of_one(plain, recipe, tiny_argv, tmp_path):
     options = {**EXACT, **RECIPES[recipe], "checkpoint_interval": 1000}
     argv = tiny_argv(tmp_path / "run", **options)
@@ -192,6 +194,7 @@ def torchrun(world: int, argv: list[str], **options) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, **options)
 
 
+@pytest.mark.faults
 def test_torchrun_with_two_ranks_gives_the_bits_of_one(plain, tiny_argv, tmp_path):
     done = torchrun(2, tiny_argv(tmp_path / "run", **{**EXACT, "checkpoint_interval": 1000}))
     assert done.returncode == 0, done.stderr

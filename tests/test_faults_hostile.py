@@ -45,7 +45,7 @@ json_values = st.recursive(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("n", [300, pytest.param(10_000, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("n", [200, pytest.param(10_000, marks=pytest.mark.faults)])
 def test_any_command_line_is_understood_or_refused_in_words(n, figure, capsys):
     arguments = st.lists(
         st.tuples(names, words).map(lambda pair: f"--{pair[0]}={pair[1]}") | words, max_size=5
@@ -67,7 +67,7 @@ def test_any_command_line_is_understood_or_refused_in_words(n, figure, capsys):
     figure(f"hypothesis on overrides, {n:,} examples", "uncaught 0")
 
 
-@pytest.mark.parametrize("n", [300, pytest.param(10_000, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("n", [200, pytest.param(10_000, marks=pytest.mark.faults)])
 def test_any_run_json_is_understood_or_refused_in_words(n, figure):
     good = json.loads(to_json(Config()))
 
@@ -89,7 +89,7 @@ def test_any_run_json_is_understood_or_refused_in_words(n, figure):
     figure(f"hypothesis on run.json, {n:,} examples", "uncaught 0")
 
 
-@pytest.mark.parametrize("n", [300, pytest.param(10_000, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("n", [200, pytest.param(10_000, marks=pytest.mark.faults)])
 def test_any_manifest_and_header_is_understood_or_refused(n, trained_once, tmp_path, figure):
     """Sealed and hashed as an attacker would, so that only the checks of values stand between."""
     folder = Path(shutil.copytree(trained_once / "checkpoints" / "step-8", tmp_path / "step-8"))

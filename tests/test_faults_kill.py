@@ -15,7 +15,7 @@ from faultlib import Shared, bits, ended, fork, leftovers, train, verified, wait
 import training.checkpoint
 import training.run
 
-STEPS = 12
+STEPS = 8
 KILLED = {"dropout": 0.2, "max_steps": STEPS, "eval_interval": 4, "checkpoint_interval": 2}
 KILLED |= {"quiet": "true", "interval": 1}
 BEGAN, STEP, SAVES, SAVING, SAVE_SECONDS = range(5)  # what a child tells
@@ -59,10 +59,10 @@ def kill_once(argv: list[str], run: Path, wanted, times, rng, inside: bool, told
     seconds, saves, save_seconds = times
     if inside:
         nth = rng.randint(1, saves)
-        wait_for(lambda: shared[SAVES] >= nth)
+        wait_for(lambda: shared[SAVES] >= nth, pid=pid)
         time.sleep(rng.uniform(0, save_seconds))
     else:
-        wait_for(lambda: shared[BEGAN] == 1)
+        wait_for(lambda: shared[BEGAN] == 1, pid=pid)
         time.sleep(rng.uniform(0, seconds))
     os.kill(pid, signal.SIGKILL)
     if ended(pid) == 0 or (inside and not shared[SAVING]):

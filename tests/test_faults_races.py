@@ -62,7 +62,7 @@ def test_races_for_one_folder(races, tmp_path, figure):
     figure(f"{races} races of 4 trainings for one folder", "one winner each")
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.faults)])
 def test_preparations_of_the_same_data_at_once(rounds, tiny_folder, tmp_path, figure):
     """Eight processes, each in a race with the others; all end well, with the same files."""
     found = set()

@@ -25,7 +25,7 @@ def held(folder, shared: Shared) -> int:
         return 0
 
     pid = fork_command(command, [])
-    wait_for(lambda: shared[0] == 1)
+    wait_for(lambda: shared[0] == 1, pid=pid)
     return pid
 
 
@@ -62,7 +62,7 @@ def test_a_second_training_stops_at_once_and_the_first_goes_on(tiny_argv, tmp_pa
         training.run.take_step = waiting
 
     first = fork(argv, before=patch)
-    wait_for(lambda: shared[0] == 2)
+    wait_for(lambda: shared[0] == 2, pid=first)
     log = tmp_path / "log"
     assert train(argv, log=log) == 6
     assert f"in use by process {first} on " in log.read_text()

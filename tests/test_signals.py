@@ -65,7 +65,7 @@ def test_a_second_ctrl_c_in_the_middle_of_a_save_tears_nothing(tiny_argv, tmp_pa
         training.checkpoint.write_manifest = slow
 
     pid = fork(argv, before=patch)
-    wait_for(lambda: shared[0] == 8)
+    wait_for(lambda: shared[0] == 8, pid=pid)
     while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         os.kill(pid, signal.SIGINT)  # two at one instant would count as one
         time.sleep(0.01)
