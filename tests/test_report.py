@@ -97,7 +97,7 @@ def test_the_tiles_of_a_run(text):
     tiles = dict(re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span>', text))
     loss = 5.5 * math.exp(-200 / 80) + 1
     assert tiles[f"{loss + 0.1:.4f}"] == "best validation loss, step 200"
-    assert tiles[f"{loss / 2:.4f}"] == "bits per byte, there"
+    assert tiles[f"{loss / 2:.4f}"] == "bits per byte, at that step"
     assert tiles[f"{loss:.4f}"] == "training loss, last step"
     assert tiles["1.02k"] == "tokens per second"
     assert tiles["42%"] == "MFU"

@@ -66,7 +66,8 @@ def loss_figure(histories: Sequence[History], axis: str) -> Figure:
     for number, history in enumerate(histories):
         train, validation = colours_of(number, len(histories))
         rows = drawn_rows(history.steps, "loss")
-        half_life = max(1.0, len(history.steps) / 150)
+        # Over less than a point, as with few of them, this changes nothing.
+        half_life = max(1, len(history.steps)) / 150
         smooth = smoothed([entry["loss"] for entry in history.steps], half_life)
         rows["smooth"] = [smooth[i] for i in rows.pop("index")]
         hover = [("", "@run"), *TIMES, ("loss", "@loss{0.0000}"), ("smoothed", "@smooth{0.0000}")]

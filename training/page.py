@@ -36,7 +36,7 @@ def tiles(history: History) -> str:
         (figure(best, "val_loss", ".4f"), f"best validation loss, step {best['step']:,}")
         if best
         else ("-", "validation loss"),
-        (figure(best, "bits_per_byte", ".4f"), "bits per byte, there"),
+        (figure(best, "bits_per_byte", ".4f"), "bits per byte, at that step"),
         (figure(last, "loss", ".4f"), "training loss, last step"),
         (short(last.get("tokens_per_second") or math.nan), "tokens per second"),
         (percent(last.get("mfu")), "MFU"),
