@@ -14,13 +14,13 @@ JSON_FILE = "tokenizer.json"  # Hugging Face's form
 # How text is cut before BPE: GPT-4's rules, but white space after the end of a line goes with the
 # line break, and both with the punctuation before them: ":" and the indentation of what follows
 # are one piece, which makes source code 6% shorter. Spelled so that the regex engines of tiktoken
-# and of `tokenizers` agree. Runs of white space are bounded: tiktoken's engine overflows its stack
-# on `\s+(?!\S)` over a million spaces.
+# and of `tokenizers` agree. Runs beside something that looks ahead are bounded: on a million spaces
+# tiktoken's engine would overflow its stack.
 SPLIT_PATTERN = (
     r"'(?:[sdmtSDMT]|[lL][lL]|[vV][eE]|[rR][eE])"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
     r"|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+(?:[\r\n]{1,64}[ \t]{0,64}(?= \S)|[\r\n]*)"
+    r"| ?[^\s\p{L}\p{N}]{1,64}(?:[\r\n]{1,64}[ \t]{0,64}(?= \S)|[\r\n]{0,64})"
     r"|\s{1,64}(?!\S)"
     r"|\s"
 )
@@ -64,12 +64,14 @@ def _without_giant_words(texts: Iterable[str]) -> Iterator[str]:
 
 def own_bpe(name: str, tokenizer_json: str) -> Tokenizer:
     """The tokenizer of a tokenizer.json that `train_bpe` made, encoding through tiktoken."""
-    vocabulary = json.loads(tokenizer_json)["model"]["vocab"]
+    about = json.loads(tokenizer_json)
+    vocabulary = about["model"]["vocab"]
+    pattern = about["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]  # not today's
     to_byte = byte_of_character()
     table = [b""] * len(vocabulary)
     for characters, token in vocabulary.items():
         table[token] = bytes(to_byte[c] for c in characters)
-    encoding = encoding_of(name, SPLIT_PATTERN, {piece: i for i, piece in enumerate(table)})
+    encoding = encoding_of(name, pattern, {piece: i for i, piece in enumerate(table)})
     return Tokenizer(
         name=name,
         table=[*table, b""],

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from data.bpe import SPLIT_PATTERN
 from data.build import build
 from data.config import DataConfig
 from data.meta import read_meta
@@ -52,6 +53,8 @@ def _what_matters(config: DataConfig) -> list:
     file = Path(tokenizer.removeprefix("hf:")).expanduser() / "tokenizer.json"
     if tokenizer.startswith("hf:") and file.is_file():
         tokenizer = hashlib.sha256(file.read_bytes()).hexdigest()
+    elif tokenizer.startswith("bpe:"):
+        tokenizer += SPLIT_PATTERN
     options = [config.split, config.val_fraction, config.text_field, config.errors]
     return [FORMAT, sources, tokenizer, *options]
 

@@ -180,6 +180,8 @@ LONG = {
     "spaces": " " * 10**6 + "x",
     "newlines": "\n" * 10**6 + "x",
     "white space": " \n\t\r" * 250_000 + "x",
+    "marks": "!" * 10**6,
+    "marks and newlines": ("!" + "\n" * 999) * 1000,
     "one line": "word and " * 110_000,
 }
 
@@ -273,6 +275,12 @@ def test_own_bpe_is_saved_in_hugging_faces_form(own, tmp_path):
     for text in (HARD[5], HARD[7], corpus(1)[0]):
         assert theirs.encode(text) == own.encode(text)
     assert theirs.convert_tokens_to_ids(SPECIAL) == own.eot
+
+
+def test_a_saved_bpe_keeps_the_rules_it_was_trained_with(own, tmp_path, monkeypatch):
+    own.save(tmp_path)
+    monkeypatch.setattr(bpe, "SPLIT_PATTERN", r"\w+|\W")
+    assert load_tokenizer(tmp_path).encode(HARD[5] + HARD[6]) == own.encode(HARD[5] + HARD[6])
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
