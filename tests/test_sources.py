@@ -213,7 +213,8 @@ def test_a_document_of_white_space_alone_is_none(tmp_path):
 # JSON lines, compressed and not
 
 
-def test_compressed_lines_are_those_that_were_compressed(tmp_path):
+def test_compressed_lines_are_those_that_were_compressed(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "READ_BYTES", 5000)
     rows = [{"id": i, "body": f"text é {i}\n" * 3} for i in range(2000)]
     raw = "".join(json.dumps(row, ensure_ascii=i % 2 == 0) + "\n" for i, row in enumerate(rows))
     write(tmp_path / "a.jsonl", raw)
