@@ -226,6 +226,20 @@ def test_old_and_new_spellings_of_rope_mean_the_same(theirs):
         assert from_huggingface(left) == from_huggingface(found)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_what_is_left_out_means_what_it_means_to_transformers(family):
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 1}
+    sizes |= {"intermediate_size": 80, "vocab_size": V}
+    if family == "gpt2":
+        sizes = {"n_embd": 256, "n_head": 2, "n_layer": 1, "vocab_size": V}
+    if family == "qwen3":
+        sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 2048}
+    meant = json.loads(AutoConfig.for_model(family, **sizes).to_json_string(use_diff=False))
+    assert from_huggingface({"model_type": family, **sizes}) == from_huggingface(meant)
+
+
 # What is refused, by name, with no weights to be read
 
 

@@ -74,6 +74,7 @@ def test_fifty_steps_on_shakespeare_lower_the_loss(folder, command, tmp_path, fi
     run = tmp_path / "tuned"
     options = [f"--init_from={folder}", f"--source={source}", f"--out_dir={run}"]
     options += [f"--prepared_dir={tmp_path / 'prepared'}", "--eval_windows=8", "--workers=0"]
+    options += ["--context_length=128", "--global_batch=4", "--micro_batch=4"]  # a minute or two
     code, _, err = command(
         train.main, ROOT / "config/finetune_shakespeare.py", *options, "--eval_interval=50"
     )
