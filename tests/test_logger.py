@@ -199,6 +199,21 @@ def test_wandb_gets_the_values_and_the_config(tmp_path, stub):
     assert asked["config"] == {"run": {"seed": 1}}
 
 
+def test_wandb_gets_the_samples_as_one_table(tmp_path, stub):
+    wandb = stub()
+    wandb.Table = lambda columns, data: (columns, list(data))
+    log = RunLogger(tmp_path, 10, 0)
+    log.log_sample(0, "a", "nobody looks")
+    log.start_wandb(tmp_path, "project", {}, None)
+    log.log_sample(5, "a", "abc")
+    log.log_sample(9, "a", "abd")
+    log.close()
+    columns, rows = wandb.runs[0].logged[-1][1]["samples"]
+    assert columns == ["step", "prompt", "sample"]
+    assert rows == [[5, "a", "abc"], [9, "a", "abd"]]
+    assert [step for step, _ in wandb.runs[0].logged] == [5, 9]
+
+
 def test_a_resumed_run_is_the_same_one_at_wandb(tmp_path, stub):
     wandb = stub()
     assert with_wandb(tmp_path, "the-id") == "the-id"

@@ -35,6 +35,7 @@ class RunLogger:
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (as long as the run)
         self.bar = self._make_bar()
         self.wandb: Any = None
+        self.samples: list[list[Any]] = []  # rows of wandb's table
 
     def _make_bar(self) -> Any:
         if self.quiet or not sys.stderr.isatty():
@@ -87,6 +88,19 @@ class RunLogger:
             except Exception as error:
                 self._drop_wandb("failed", error)
         return entry
+
+    def log_sample(self, step: int, prompt: str, text: str) -> None:
+        """A row of wandb's table of samples; a table cannot grow there, so it is sent whole."""
+        if self.wandb is None:
+            return
+        try:
+            import wandb
+
+            self.samples.append([step, prompt, text])
+            table = wandb.Table(columns=["step", "prompt", "sample"], data=self.samples)
+            self.wandb.log({"samples": table}, step=step)
+        except Exception as error:
+            self._drop_wandb("failed", error)
 
     def event(self, step: int, **values: Any) -> dict[str, Any]:
         """A line of metrics.jsonl alone."""

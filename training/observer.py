@@ -73,7 +73,9 @@ class Observer:
         if not self.reports:
             return
         try:
-            append_snapshot(self.folder / SNAPSHOTS, self._snapshot(step))
+            snapshot = self._snapshot(step)
+            append_snapshot(self.folder / SNAPSHOTS, snapshot)
+            self.logger.log_sample(step, snapshot["prompt"], snapshot["sample"])
         except Exception as error:  # out of memory, a full disk: training goes on
             reason = (str(error).splitlines() or [""])[0]
             self.say(f"note: no snapshot this time ({type(error).__name__}: {reason})")
