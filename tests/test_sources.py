@@ -251,6 +251,11 @@ def test_a_bad_line_is_named(tmp_path, line, said):
     assert said in found
 
 
+def test_lines_may_end_as_on_windows_and_begin_with_a_mark(tmp_path):
+    raw = b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}\r\n'
+    assert documents(write(tmp_path / "a.jsonl", raw)) == ["one", "two"]
+
+
 def test_halves_of_characters_in_json_are_replaced_or_joined(tmp_path):
     lines = [r'{"text": "a \ud83d b"}', r'{"text": "\ud83d\ude42"}']
     file = write(tmp_path / "a.jsonl", "\n".join(lines))
