@@ -161,6 +161,13 @@ def test_modes_that_do_not_fit_how_it_was_started(monkeypatch):
         join_ranks("none", 1)
 
 
+def test_every_training_ties_itself_to_torchrun_also_a_single_one(monkeypatch):
+    tied = []
+    monkeypatch.setattr(training.distributed, "_die_with_torchrun", lambda: tied.append(1))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert join_ranks("auto", 1).world == 1 and tied == [1]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can tie a process to its parent")
 @pytest.mark.parametrize("under_torchrun", [True, False])
 def test_only_under_torchrun_is_a_killed_parent_told_to_the_child(under_torchrun):

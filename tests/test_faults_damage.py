@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections import Counter
@@ -12,7 +13,7 @@ import pytest
 import torch
 from faultlib import train, verified
 
-from data.meta import check_tokenizer, read_meta
+from data.meta import DamagedData, check_tokenizer, read_meta
 from data.options import exit_code_of
 from data.record import has_same_content
 from data.shards import Windows
@@ -122,6 +123,20 @@ def test_damaged_shards_are_never_silently_wrong(
     figure(
         f"{n_flips} flipped bits, {n_cuts} truncations of a shard set ({tokenizer})", told(found)
     )
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "weights", "dtype", "splits", "shards"])
+def test_every_value_of_meta_json_is_covered_by_its_seal(key, trained, tiny_folder, tmp_path):
+    data = next((tiny_folder / "prepared").glob("text_txt-*"))
+    data = Path(shutil.copytree(data, tmp_path / "data"))
+    about = json.loads((data / "meta.json").read_text())
+    if key == "shards":
+        about["shards"][0]["documents"] += 1
+    else:
+        about[key] = {"vocab_size": about["vocab_size"] + 1, "dtype": "uint32"}.get(key, [0.5])
+    (data / "meta.json").write_text(json.dumps(about))
+    with pytest.raises(DamagedData, match="meta.json is damaged"):
+        read_meta(data)
 
 
 def everything(folder: Path) -> tuple:
