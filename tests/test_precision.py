@@ -82,13 +82,15 @@ def test_what_is_no_device_is_refused():
 
 def test_auto_looks_at_the_device_that_was_chosen_and_at_no_other(no_probe, gpus, monkeypatch):
     monkeypatch.setattr("training.precision.cpu_has_bfloat16_units", lambda: False)
-    assert pick_dtype("auto", CPU)[0] == "float32"
-    assert pick_dtype("auto", MPS)[0] == "float32"
+    assert pick_dtype("auto", CPU, 512)[0] == "float32"
+    assert pick_dtype("auto", MPS, 512)[0] == "float32"
     gpus(1, (9, 0))  # a GPU is there, but was not asked for
-    assert pick_dtype("auto", CPU)[0] == "float32"
+    assert pick_dtype("auto", CPU, 512)[0] == "float32"
     monkeypatch.setattr("training.precision.cpu_has_bfloat16_units", lambda: True)
-    assert pick_dtype("auto", CPU)[0] == "bfloat16"
-    assert pick_dtype("auto", MPS)[0] == "float32"
+    assert pick_dtype("auto", CPU, 512)[0] == "bfloat16"
+    assert pick_dtype("auto", CPU, 256)[0] == "bfloat16"
+    assert pick_dtype("auto", CPU, 255)[0] == "float32"  # conversion would cost more than it saves
+    assert pick_dtype("auto", MPS, 512)[0] == "float32"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_auto_looks_at_the_device_that_was_chosen_and_at_no_other(no_probe, gpus
 )
 def test_bfloat16_only_where_a_gpu_computes_it(gpus, capability, dtype):
     gpus(1, capability)
-    chosen, why = pick_dtype("auto", CUDA)
+    chosen, why = pick_dtype("auto", CUDA, 512)
     assert chosen == dtype
     assert "bfloat16 units" in why or "natively" in why
     assert Precision(getattr(torch, chosen), "cpu").scaler().is_enabled() is (dtype == "float16")
@@ -106,14 +108,14 @@ def test_bfloat16_only_where_a_gpu_computes_it(gpus, capability, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_format_that_is_asked_for_is_taken(gpus, dtype):
     gpus(1, (7, 5))
-    assert pick_dtype(dtype, CUDA) == (dtype, "as asked")
+    assert pick_dtype(dtype, CUDA, 512) == (dtype, "as asked")
 
 
 @pytest.mark.parametrize("device", [CPU, MPS])
 def test_float16_is_for_gpus_of_cuda(device):
     with pytest.raises(ConfigError, match=f"run.dtype=float16 on {device.type}.*--dtype=float32"):
-        pick_dtype("float16", device)
-    assert pick_dtype("bfloat16", device)[0] == "bfloat16"
+        pick_dtype("float16", device, 512)
+    assert pick_dtype("bfloat16", device, 512)[0] == "bfloat16"
 
 
 def test_only_float16_scales_the_loss():

@@ -148,7 +148,9 @@ def on_ranks(config: Config, world: int, device: str) -> Config:
         micro = max(1, config.data.global_batch // world)
     dtype = config.run.dtype
     if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else pick_dtype("auto", torch.device(device))[0]
+        width = config.model.d_model
+        here = pick_dtype("auto", torch.device(device), width)[0] if device != "cuda" else ""
+        dtype = here or "bfloat16"
     reduction = config.parallel.reduction
     if reduction == "auto":
         reduction = "exact" if device == "cpu" else "fast"

@@ -14,6 +14,10 @@ import torch
 
 from data.options import ConfigError
 
+# With AMX, a training step in bfloat16 ran at 0.7 to 0.9 of float32's speed at width 128, and at 1.9
+# at width 384.
+NARROW = 256
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -32,8 +36,10 @@ class Precision:
         return torch.amp.GradScaler(self.device_type, enabled=self.dtype == torch.float16)
 
 
-def pick_dtype(asked: str, device: torch.device) -> tuple[str, str]:
-    """The dtype to use and why, ("bfloat16", "the GPU has bfloat16 units").
+def pick_dtype(asked: str, device: torch.device, width: int) -> tuple[str, str]:
+    """The dtype to use and why, ("bfloat16", "this GPU computes it natively").
+
+    width: d_model. Converting costs a pass over the data, which only wide products repay on a CPU.
 
     Raises ConfigError for float16 on a CPU or an Apple GPU: slower there, and less exact.
     """
@@ -50,6 +56,8 @@ def pick_dtype(asked: str, device: torch.device) -> tuple[str, str]:
             return "bfloat16", "this GPU computes it natively"
         return "float16", "this GPU has no bfloat16 units"
     if device.type == "cpu" and cpu_has_bfloat16_units():
+        if width < NARROW:
+            return "float32", f"the model is too narrow for bfloat16 to pay: {width} < {NARROW}"
         return "bfloat16", "this CPU has matrix units for it (AMX)"
     return "float32", "no faster format on this hardware"
 

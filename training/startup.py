@@ -135,7 +135,7 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, say: Say) -> Config:
         model = config.model.resolved(vocab_size)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    dtype, why = pick_dtype(config.run.dtype, ranks.device)
+    dtype, why = pick_dtype(config.run.dtype, ranks.device, model.d_model)
     attention = pick_attention(config.run.attention, ranks.device)
     run = replace(config.run, dtype=dtype, attention=attention)
     micro_batch = config.data.micro_batch or max(1, config.data.global_batch // ranks.world)
