@@ -14,8 +14,8 @@ import torch
 
 from data.options import ConfigError
 
-# With AMX, a training step in bfloat16 ran at 0.7 to 0.9 of float32's speed at width 128, and at 1.9
-# at width 384.
+# With AMX, a training step in bfloat16 ran at 0.7 to 0.9 of float32's speed at width 128, at 1.9 of
+# it at width 384.
 NARROW = 256
 
 
