@@ -87,6 +87,7 @@ def test_validation_that_rises_while_training_falls_is_told_at_the_second_rise()
         [(3.0, 3.0), (2.5, 2.8), (2.6, 2.9), (2.7, 3.1), (2.8, 3.3)],  # training rises as well
         [(3.0, 3.0), (2.5, 2.8), (2.0, 2.81), (1.5, 2.805), (1.0, 2.81)],  # by a hair
         [(3.0, 3.0), (2.5, 2.8), (2.0, 2.9)],  # once
+        [(3.0, 3.0), (2.5, 2.8), (2.0, 2.9), (1.5, 2.801)],  # and back
     ],
 )
 def test_other_courses_are_not_overfitting(pairs):

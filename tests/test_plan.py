@@ -169,8 +169,9 @@ def test_two_ranks_halve_activations_and_add_what_is_exchanged():
 
 
 def test_logits_of_a_large_vocabulary_are_made_in_chunks():
-    assert logits_bytes(1_000, 5_000, "float32") == 5_000 * 1_000 * 12
-    assert logits_bytes(50_000, 5_000, "float32") == 1_024 * 50_000 * 12
+    assert logits_bytes(1_000, 5_000, "float32", "cuda") == 5_000 * 1_000 * 12
+    assert logits_bytes(50_000, 5_000, "float32", "cuda") == 1_024 * 50_000 * 12
+    assert logits_bytes(50_000, 5_000, "float32", "cpu") == 1_024 * 50_000 * 8
 
 
 MEASURE = """

@@ -63,7 +63,7 @@ def estimate_memory(
     if dtype != "float32":  # autocast's copies of the matrices, until backward has ended
         activations += HALF * (matrices + c.vocab_size * c.d_model)
     activations = round(heap * activations)
-    logits = logits_bytes(c.vocab_size, tokens, dtype)
+    logits = logits_bytes(c.vocab_size, tokens, dtype, device)
     exact = config.parallel.reduction == "exact" or world == 1
     M = config.data.global_batch // config.data.micro_batch // world
     sums = one * partial_sums(M) if exact else 0
@@ -84,33 +84,38 @@ def bytes_per_token(c: ModelConfig, dtype: str, device: str = "cpu") -> int:
     """What autograd keeps of one token's forward, the logits apart."""
     C, A, K = c.d_model, c.n_heads * c.d_head, c.n_kv_heads * c.d_head
     narrow = FLOAT if dtype == "float32" else HALF
-    # A norm keeps 1 / rms (or mean and 1 / std); PyTorch's RMSNorm on CPUs also x / rms.
-    plain_rms = device != "cuda"
-    kept = C if c.norm == "rms" and plain_rms else 0
-    norm = FLOAT * (C + kept + (1 if c.norm == "rms" else 2))  # with its input, the stream
+    # A norm keeps its input, the stream, and 1 / rms (or mean and 1 / std).
+    norm = FLOAT * (C + (1 if c.norm == "rms" else 2))
     up = 2 if c.mlp == "swiglu" else 1
     # A matrix product keeps its input; under autocast each one casts a copy of its own.
     inputs = (3 + up) * HALF * C if dtype != "float32" else 2 * FLOAT * C
     attention = narrow * (2 * A + 2 * K) + FLOAT * c.n_heads  # q, k, v, out, log of the sums
     if c.dropout > 0 and device != "cuda":  # PyTorch's kernel there has no dropout: softmax,
         attention = narrow * (2 * A + 2 * K + 3 * c.n_heads * c.context_length)  # mask, product
-    elif c.position == "rope" and device != "cuda":
-        attention += narrow * A  # the heads side by side again, copied
+    # On CPUs, narrow queries and keys take PyTorch's plain norm, which keeps x and x / rms in
+    # float32, and its plain rotation, after which the heads are copied side by side again.
+    plain = narrow == HALF and device != "cuda"
+    if plain and c.position == "rope" and c.dropout == 0:
+        attention += narrow * A
     if c.qk_norm:
-        wide = FLOAT if plain_rms else narrow
-        attention += (2 if plain_rms else 1) * wide * (A + K) + FLOAT * (c.n_heads + c.n_kv_heads)
+        each = 2 * FLOAT if plain else narrow
+        attention += each * (A + K) + FLOAT * (c.n_heads + c.n_kv_heads)
     mlp = narrow * c.d_mlp * (4 if c.mlp == "swiglu" else 2)
     block = 2 * norm + inputs + attention + mlp
     if c.dropout > 0:
         block += 2 * FLOAT * C  # the masks of both branches
-    first = 8 + (FLOAT * C if c.dropout > 0 else 0)
+    first = 8 + (FLOAT * C if c.dropout > 0 else 0)  # ids, and a mask
+    first += 9 if device != "cuda" else 0  # targets again, and whether they count
     head_input = narrow * C
     return c.n_layers * block + norm + head_input + first
 
 
-def logits_bytes(vocab_size: int, tokens: int, dtype: str) -> int:
-    """At the start of backward: log-probabilities, their gradient, and that of the logits."""
+def logits_bytes(vocab_size: int, tokens: int, dtype: str, device: str = "cpu") -> int:
+    """At the start of backward: log-probabilities, their gradient, and that of the logits. On CPUs
+    model/cpu.py writes these over one another, and the most is logits and log-probabilities."""
     rows = min(tokens, CHUNK_TOKENS) if vocab_size >= LARGE_VOCAB else tokens
+    if device != "cuda":
+        return rows * vocab_size * 2 * FLOAT
     return rows * vocab_size * (3 * FLOAT + (0 if dtype == "float32" else HALF))
 
 
