@@ -38,20 +38,26 @@ class Progress:
 
 def _continued(folder: Path, record: list[dict], say: Say) -> Progress:
     """The progress of a build of the same content, or a fresh one in an empty folder."""
-    path = folder / PROGRESS_FILE
-    if path.is_file():
-        about = json.loads(path.read_text("utf-8"))
-        shards = [Shard(**shard) for shard in about.pop("shards")]
-        found = Progress(shards=shards, **about)
-        if found.record == record:
-            if found.shards:
-                say(f"continuing after {len(found.shards)} finished shards")
-            return found
+    found = _read_progress(folder / PROGRESS_FILE)
+    if found is not None and found.record == record:
+        if found.shards:
+            say(f"continuing after {len(found.shards)} finished shards")
+        return found
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     fresh = Progress(record, [0] * len(record), [False] * len(record), [])
     fresh.save(folder)
     return fresh
+
+
+def _read_progress(path: Path) -> Progress | None:
+    """The progress that was saved; None if none was, or it cannot be read."""
+    try:
+        about = json.loads(path.read_text("utf-8"))
+        shards = [Shard(**shard) for shard in about.pop("shards")]
+        return Progress(shards=shards, **about)
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def build(
@@ -86,8 +92,8 @@ def build(
         raise ConfigError(f"data.source={plan.config.source} changed meanwhile: run this again")
     write_json(partial / SOURCE_FILE, record)
     write_meta(partial, meta)
-    (partial / PROGRESS_FILE).unlink(missing_ok=True)
     _replace(partial, folder)
+    (folder / PROGRESS_FILE).unlink(missing_ok=True)  # last: until here it can be continued
     return meta
 
 

@@ -15,6 +15,8 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -84,18 +86,26 @@ def prepare(
         return folder
     spool = folder.with_name(f".{folder.name}.stdin")
     try:
-        with lock(folder.with_name(f".{folder.name}.lock"), say):
+        with lock(folder.with_name(f".{folder.name}.lock"), say), _removed(spool):
             if from_stdin and not _spool(spool) and is_complete(folder):
                 return folder
             sources = [open_source(spec, spool) for spec, _ in parts]
             if not is_current(folder, sources):  # nobody has made it while we waited
                 weights = [weight for _, weight in parts]
                 _prepare(config, sources, weights, folder, say, progress, shard_bytes)
-            spool.unlink(missing_ok=True)
     except OSError as error:
         error.filename = error.filename or str(folder)
         raise
     return folder
+
+
+@contextmanager
+def _removed(file: Path) -> Iterator[None]:
+    """Remove a file at the end, whatever happens."""
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _is_there(folder: Path, parts: list[tuple[str, float]], say: Say) -> bool:

@@ -431,6 +431,38 @@ def test_a_killed_preparation_continues_after_its_last_finished_shard(
     assert leftovers(tmp_path) == [folder.name]
 
 
+@pytest.mark.parametrize("at", ["before", "between", "after"])
+def test_killed_while_it_is_put_in_place_a_folder_is_put_there_again(work, monkeypatch, at):
+    config = options(work)
+    prepared(config)
+    (work / "a.txt").write_text(TEXT + "more")
+    rename, calls = os.rename, []
+
+    def killed(source, target):
+        if at != "after":
+            calls.append(target)
+        if len(calls) == (1 if at == "before" else 2):
+            raise Killed
+        rename(source, target)
+        if at == "after" and target == prepared_folder(config):
+            raise Killed
+
+    tokenizer = build._kept_tokenizer
+
+    def tokenizer_then_kill(*arguments):
+        made = tokenizer(*arguments)
+        monkeypatch.setattr("data.build.os.rename", killed)
+        return made
+
+    monkeypatch.setattr(build, "_kept_tokenizer", tokenizer_then_kill)
+    with pytest.raises(Killed):
+        prepared(config)
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "encode_task", lambda *_: pytest.fail("encoded again"))
+    assert "".join(texts_of(prepared(config))) == TEXT + "more"
+    assert not any(name.endswith(".partial") for name in leftovers(work / "prepared"))
+
+
 def test_a_build_of_another_text_is_not_continued(reference, tmp_path, monkeypatch):
     config, _ = reference
     source = tmp_path / "a.jsonl"
@@ -686,6 +718,7 @@ def test_standard_input_is_a_text(work, monkeypatch):
     for raw, terminal in ((b"", False), (b"", True), (b" \n", False)):
         monkeypatch.setattr("sys.stdin", Stdin(raw, terminal))
         assert "source=- holds no text" in refusal(config)
+        assert leftovers(work / "prepared") == []
     monkeypatch.setattr("sys.stdin", Stdin(TEXT.encode()))
     folder = prepared(config)
     assert "".join(texts_of(folder)) == TEXT
