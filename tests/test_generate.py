@@ -59,16 +59,17 @@ def test_cached_equals_uncached_over_three_contexts(context, kind):
     assert len({id for row in cached for id in row}) > 2  # not one id for ever
 
 
-def test_a_full_context_keeps_its_last_half():
-    """By hand: the window grows to 8, then the last 4 of 9 tokens are encoded again."""
-    model, prompt = make_model(8), make_prompt(B=1, P=3)
+@pytest.mark.parametrize(("context", "half"), [(8, 4), (7, 3), (1, 1)])
+def test_a_full_context_keeps_its_last_half(context, half):
+    """By hand: the window grows to the context, then the last half of it is encoded again."""
+    model, prompt = make_model(context), make_prompt(B=1, P=1)
     text, start = prompt[0].tolist(), 0
     for _ in range(24):
-        if len(text) - start > 8:
-            start = len(text) - 4
+        if len(text) - start > context:
+            start = len(text) - half
         with torch.no_grad():
             text.append(int(model.eval()(torch.tensor([text[start:]]))[0, -1].argmax()))
-    assert run(model, prompt, SamplingConfig(0.0, max_new_tokens=24)) == [text[3:]]
+    assert run(model, prompt, SamplingConfig(0.0, max_new_tokens=24)) == [text[1:]]
 
 
 def test_only_what_is_new_is_computed(monkeypatch):
