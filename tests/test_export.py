@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,11 @@ def exported(small, tmp_path_factory):
     def export(kind: str) -> Path:
         if kind not in made:
             made[kind] = tmp_path_factory.mktemp("exports") / kind
-            tools.export.main([str(small), f"--format={kind}", f"--out={made[kind]}"])
+            before = os.umask(0o077)  # as where nobody else may read what is written
+            try:
+                tools.export.main([str(small), f"--format={kind}", f"--out={made[kind]}"])
+            finally:
+                os.umask(before)
         return made[kind]
 
     return export
