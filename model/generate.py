@@ -19,9 +19,7 @@ def next_distribution(logits: Tensor, settings: SamplingConfig, seen: Tensor | N
     this order: repetition penalty (Keskar et al. 2019), temperature, top-k, top-p (Holtzman et al.
     2020), min-p (Nguyen et al. 2024).
     """
-    logits = _penalised(logits.float(), settings, seen)
-    # Subtracting the maximum first keeps a tiny temperature from overflowing.
-    logits = (logits - logits.amax(-1, keepdim=True)) / settings.temperature
+    logits = _penalised(logits.float(), settings, seen) / settings.temperature
     if 0 < settings.top_k < logits.shape[-1]:
         kept = logits.topk(settings.top_k).indices  # k of them, whatever is equally likely
         logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
