@@ -468,7 +468,7 @@ def test_a_build_of_another_text_is_not_continued(reference, tmp_path, monkeypat
     source = tmp_path / "a.jsonl"
     shutil.copy(config.source, source)
     config = replace(config, source=str(source), prepared_dir=str(tmp_path / "prepared"))
-    encode_until(monkeypatch, 4)
+    encode_until(monkeypatch, 9)  # a shard is finished
     with pytest.raises(Killed):
         prepared(config, shard_bytes=SHARD)
     monkeypatch.setattr(build, "encode_task", encode.encode_task)
@@ -677,6 +677,9 @@ def test_progress_reaches_the_end(work, monkeypatch):
         (work / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode()[: size * 2] + b"\r\n")
         prepare(options(work), say=lambda _: None)
         assert updates[-1] == ((work / "a.txt").stat().st_size,) * 2
+    (work / "b.jsonl").write_text('{"text": "some text"}\n' * 5 + '{"text": null}\n' * 5)
+    prepare(options(work, work / "b.jsonl", val_fraction=0.5), say=lambda _: None)
+    assert updates[-1] == ((work / "b.jsonl").stat().st_size,) * 2
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:400"])
