@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from data.options import ConfigError, parse_sections, run_command
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
+    from torch import Tensor
+
     from data.tokenizer import Tokenizer
     from model.generate import SamplingConfig
     from model.gpt import GPT
@@ -104,8 +106,7 @@ def write_samples(
     model: GPT, tokenizer: Tokenizer, prompt: str, options: SampleOptions, settings: SamplingConfig
 ) -> None:
     """Print the continuations: one as it comes, several one after the other once they are done."""
-    ids = prompt_ids(tokenizer, prompt, model.config.context_length)
-    pieces = continuations(model, tokenizer, ids, options, settings)
+    pieces = continuations(model, tokenizer, prompt, options, settings)
     if options.num_samples == 1 and options.stream:
         print(prompt, end="", flush=True)
         for _, text in pieces:
@@ -121,36 +122,26 @@ def write_samples(
         print(text)
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str, context_length: int) -> list[int]:
-    """The ids to continue; a prompt longer than the context is said.
-
-    Raises ConfigError for characters that the tokenizer does not know.
-    """
-    from data.tokenizer import start_ids
-
-    ids = tokenizer.encode(prompt) or start_ids(tokenizer)
-    if len(ids) > context_length:
-        print(
-            f"note: the prompt has {len(ids)} tokens; the model sees the last {context_length}",
-            file=sys.stderr,
-        )
-    return ids
-
-
 def continuations(
-    model: GPT,
-    tokenizer: Tokenizer,
-    ids: list[int],
-    options: SampleOptions,
-    settings: SamplingConfig,
+    model: GPT, tokenizer: Tokenizer, prompt: str, options: SampleOptions, settings: SamplingConfig
 ) -> Iterator[tuple[int, str]]:
-    """Yield (sample number from 0, new text), interleaved, until every sample has ended."""
+    """(sample number from 0, new text), interleaved, until every sample has ended.
+
+    A prompt longer than the context is said. Raises ConfigError, at once, for characters that the
+    tokenizer does not know.
+    """
     import torch
 
-    from data.tokenizer import StreamDecoder
+    from data.tokenizer import StreamDecoder, prompt_ids
     from model.generate import generate
 
-    device = next(model.parameters()).device
+    ids, first, skip = prompt_ids(tokenizer, prompt)
+    device, context = next(model.parameters()).device, model.config.context_length
+    if len(ids) > context:
+        print(
+            f"note: the prompt has {len(ids)} tokens; the model sees the last {context}",
+            file=sys.stderr,
+        )
     eot = None if options.ignore_eot else tokenizer.eot
     new_ids = generate(
         model,
@@ -159,8 +150,16 @@ def continuations(
         torch.Generator(device).manual_seed(options.seed),
         stop_id=eot,
         n_ids=tokenizer.vocab_size,
+        first_ids=first,
     )
-    rows = [Row(StreamDecoder(tokenizer), options.stop) for _ in range(options.num_samples)]
+    rows = [Row(StreamDecoder(tokenizer, skip), options.stop) for _ in range(options.num_samples)]
+    return texts_of(new_ids, rows, eot)
+
+
+def texts_of(
+    new_ids: Iterator[Tensor], rows: list[Row], eot: int | None
+) -> Iterator[tuple[int, str]]:
+    """Columns of ids, one id a row, as (row, text) as it becomes certain."""
     for column in new_ids:
         for number, (row, token) in enumerate(zip(rows, column.tolist(), strict=True)):
             text = row.push(token, ends=token == eot)

@@ -14,6 +14,6 @@ config = Config(
     optim=OptimConfig(optimizer="muon", lr=3e-2, muon_lr=0.02),
     schedule=ScheduleConfig(schedule="wsd", warmup_steps=20, decay_fraction=0.7),
     # eval_windows=0: the whole validation text, each time the same
-    run=RunConfig(max_steps=1300, eval_interval=325, eval_windows=0, checkpoint_interval=325),
+    run=RunConfig(max_steps=1400, eval_interval=350, eval_windows=0, checkpoint_interval=350),
     log=LogConfig(interval=25, sample_prompt="def "),
 )

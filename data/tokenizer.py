@@ -11,7 +11,14 @@ from data.meta import DamagedData
 from data.options import ConfigError
 from data.vocabulary import FILE, Tokenizer, byte_tokenizer, char_tokenizer
 
-__all__ = ["StreamDecoder", "Tokenizer", "load_tokenizer", "ready_tokenizer", "start_ids"]
+__all__ = [
+    "StreamDecoder",
+    "Tokenizer",
+    "load_tokenizer",
+    "prompt_ids",
+    "ready_tokenizer",
+    "start_ids",
+]
 
 
 def ready_tokenizer(name: str) -> Tokenizer | None:
@@ -69,16 +76,38 @@ def start_ids(tokenizer: Tokenizer) -> list[int]:
     return [tokenizer.table.index(b"\n") if b"\n" in tokenizer.table else 0]
 
 
-class StreamDecoder:
-    """Decodes ids one by one, giving only complete characters; the same text as `decode`."""
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int], int]:
+    """How to continue a prompt: its ids, the ids that may come first, and how many characters of
+    the prompt those spell again; ([...], [], 0) where any id may come.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    A BPE joins a space to the word after it, so after a space of its own it expects what is never
+    joined to one. A prompt that ends in white space is therefore taken back to the token before,
+    and goes on with a token that begins with this white space.
+    """
+    ids = tokenizer.encode(prompt) or start_ids(tokenizer)
+    last = tokenizer.bytes_of(ids[-1])
+    if len(ids) > 1 and last and not last.strip(b" \t\n"):
+        longer = [i for i, piece in enumerate(tokenizer.table) if piece.startswith(last)]
+        if len(longer) > 1:
+            return ids[:-1], longer, len(last)
+    return ids, [], 0
+
+
+class StreamDecoder:
+    """Decodes ids one by one, giving only complete characters; the same text as `decode`, less
+    the first `skip` characters (of `prompt_ids`)."""
+
+    def __init__(self, tokenizer: Tokenizer, skip: int = 0) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
         """The characters that this id completes."""
-        return self._decoder.decode(self._tokenizer.bytes_of(int(token)))
+        text = self._decoder.decode(self._tokenizer.bytes_of(int(token)))
+        skipped = min(self._skip, len(text))
+        self._skip -= skipped
+        return text[skipped:]
 
     def finish(self) -> str:
         """What is left: U+FFFD if the ids ended inside a character."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ def generate(
     *,
     stop_id: int | None = None,
     n_ids: int | None = None,
+    first_ids: Sequence[int] = (),
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
     """Yield the next ids, (B,) int64 at a time, until max_new_tokens or every row has stopped.
@@ -71,6 +72,7 @@ def generate(
     stop_id: end-of-text. A row that has drawn it goes on yielding it, and is finished.
     n_ids: the tokenizer's vocabulary, where the model's is padded beyond it: ids from n_ids on are
         never drawn.
+    first_ids: the first id is one of these, where some are given.
     use_cache: False computes every step from scratch: the same ids, slower; for tests.
 
     When the window would exceed the context, the last half of the context is kept and encoded again
@@ -91,7 +93,7 @@ def generate(
     cache = KVCache(model.config.n_layers, capacity) if use_cache else None
     seen = _seen(prompt, model.config.vocab_size) if settings.repetition_penalty != 1.0 else None
     stopped = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
-    for _ in range(settings.max_new_tokens):
+    for step in range(settings.max_new_tokens):
         if window.shape[1] > context:
             window = window[:, -max(1, context // 2) :]
             if cache is not None:
@@ -99,6 +101,10 @@ def generate(
         logits = _last_logits(model, window, cache)  # (B, V)
         if n_ids is not None:
             logits[:, n_ids:] = -torch.inf
+        if step == 0 and len(first_ids):
+            allowed = torch.full_like(logits, -torch.inf)
+            allowed[:, list(first_ids)] = 0.0
+            logits = logits + allowed
         ids = sample_next(logits, settings, rng, seen)
         if stop_id is not None:
             ids = torch.where(stopped, stop_id, ids)

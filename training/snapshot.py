@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from data.shards import Windows
-from data.tokenizer import Tokenizer, start_ids
+from data.tokenizer import Tokenizer, prompt_ids
 from model.generate import SamplingConfig, generate
 from model.gpt import GPT, IGNORE_INDEX
 from training.precision import Precision
@@ -24,7 +24,7 @@ LIKELIEST = 5
 def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seed: int, tokens: int) -> str:
     """The prompt continued, by a generator of its own, so that no training draw changes."""
     device = next(model.parameters()).device
-    ids = tokenizer.encode(prompt) or start_ids(tokenizer)
+    ids, first, skip = prompt_ids(tokenizer, prompt)
     rng = torch.Generator(device).manual_seed(seed)
     settings = SamplingConfig(temperature=0.8, top_k=50, max_new_tokens=tokens)
     new = generate(
@@ -34,8 +34,9 @@ def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seed: int, tok
         rng,
         stop_id=tokenizer.eot,
         n_ids=tokenizer.vocab_size,
+        first_ids=first,
     )
-    return prompt + tokenizer.decode([int(token) for token in new])
+    return prompt + tokenizer.decode([int(token) for token in new])[skip:]
 
 
 @torch.no_grad()
