@@ -41,7 +41,8 @@ def test_races_for_one_folder(races, tmp_path, figure):
 
     def command() -> int:
         with lock_folder(tmp_path / "run"):
-            while not shared[0]:  # until all others have been turned away
+            deadline = time.monotonic() + 30
+            while not shared[0] and time.monotonic() < deadline:  # all others are turned away
                 time.sleep(0.001)
         return 0
 
