@@ -30,6 +30,7 @@ from data.shards import IGNORE_INDEX, Windows
 from data.sources import open_source
 from data.tokenizer import load_tokenizer
 from data.verify import verify
+from data.writer import ShardWriter
 
 ROOT = Path(__file__).parents[1]
 LINES = [f"Line {i} says {i * i % 97} things, naïvely.\n" for i in range(4000)]
@@ -127,6 +128,13 @@ def test_one_end_of_text_follows_each_document_and_none_a_cut(work):
     tail = Windows(folder, "val", 3, "document")
     targets = np.concatenate([tail.pair(i)[1] for i in range(len(tail))])
     assert targets[targets != IGNORE_INDEX].tolist() == val
+
+
+def test_a_tail_that_begins_inside_a_long_document_is_read_from_its_beginning(work, small):
+    folder = prepared(options(work))
+    windows = Windows(folder, "val", 50, "document")
+    targets = np.concatenate([windows.pair(i)[1] for i in range(len(windows))])
+    assert targets[targets != IGNORE_INDEX].tolist() == ids_of(folder, "val").tolist()
 
 
 def test_a_char_vocabulary_has_an_end_of_text_only_for_several_documents(work):
@@ -228,27 +236,36 @@ def test_a_source_that_is_not_there_is_refused_at_once(work):
 # The same bytes however it is done
 
 
-@pytest.fixture(scope="module")
-def small():
-    """Pieces, tasks and shards of kilobytes, so that a small text has many of each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "PIECE_BYTES", 16_000)
-        patch.setattr(encode, "TASK_CHARACTERS", 8_000)
-        yield
-
-
 SHARD = 40_000
 
 
+def shrink(patch: pytest.MonkeyPatch) -> None:
+    """Pieces, tasks and shards of kilobytes, so that a small text has many of each."""
+    patch.setattr(text, "PIECE_BYTES", 16_000)
+    patch.setattr(encode, "TASK_CHARACTERS", 8_000)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    shrink(monkeypatch)
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory, small):
-    """(options, prepared folder) of many documents, one of them longer than a shard."""
+def reference_made(tmp_path_factory):
     work = tmp_path_factory.mktemp("reference")
     rows = [{"text": "".join(LINES[i : i + 40])} for i in range(0, len(LINES), 40)]
     rows.insert(30, {"text": TEXT[:100_000]})
     (work / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = options(work, work / "a.jsonl", tokenizer="bpe:400")
-    return config, prepared(config, shard_bytes=SHARD)
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        return config, prepared(config, shard_bytes=SHARD)
+
+
+@pytest.fixture
+def reference(reference_made, small):
+    """(options, prepared folder) of many documents, one of them longer than a shard."""
+    return reference_made
 
 
 def test_any_number_of_processes_gives_the_same_files(reference, tmp_path):
@@ -609,6 +626,19 @@ def test_verify_reads_every_byte(reference, tmp_path):
         shutil.rmtree(copy)
 
 
+def test_verify_does_not_trust_the_side_file(work):
+    folder = prepared(options(work))
+    ids = np.full(read_meta(folder).of("val")[0].tokens, 65)
+    writer = ShardWriter(work, "val", 0, 0, "uint16")
+    writer.append(ids, np.array([0]), len(ids), 1)
+    writer.close()
+    (target,) = folder.glob("val*.bin")
+    for suffix in (".bin", ".crc"):
+        shutil.copy(writer.path.with_suffix(suffix), target.with_suffix(suffix))
+    with pytest.raises(DamagedData, match="SHA-256"):
+        verify(folder)
+
+
 # The command
 
 
@@ -677,7 +707,7 @@ def test_progress_reaches_the_end(work, monkeypatch):
         (work / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode()[: size * 2] + b"\r\n")
         prepare(options(work), say=lambda _: None)
         assert updates[-1] == ((work / "a.txt").stat().st_size,) * 2
-    (work / "b.jsonl").write_text('{"text": "some text"}\n' * 5 + '{"text": null}\n' * 5)
+    (work / "b.jsonl").write_text('{"text": null}\n' * 5 + '{"text": "some text"}\n' * 5)
     prepare(options(work, work / "b.jsonl", val_fraction=0.5), say=lambda _: None)
     assert updates[-1] == ((work / "b.jsonl").stat().st_size,) * 2
 
