@@ -1,9 +1,7 @@
 """Fine-tune a pretrained model on Shakespeare: training that starts from somebody else's weights.
 
-SmolLM2 (135M parameters) on two CPU cores: 5 minutes. The weights are fetched once from the Hugging
-Face hub; with --init_from=FOLDER (GPT-2, Llama or Qwen3: config.json, model.safetensors,
-tokenizer.json) nothing is. They bring the model's shape and the tokenizer. The text is that of
-shakespeare_char.py, which says how to get it.
+Two CPU cores, minutes. SmolLM2's weights (135M) come from the hub; --init_from=FOLDER takes any
+GPT-2, Llama or Qwen3 folder. They bring shape and tokenizer; the text is shakespeare_char.py's.
     python train.py config/finetune_shakespeare.py
     python sample.py out/finetune_shakespeare --prompt "ROMEO:"
 """

@@ -101,10 +101,8 @@ def generate(
         logits = _last_logits(model, window, cache)  # (B, V)
         if n_ids is not None:
             logits[:, n_ids:] = -torch.inf
-        if step == 0 and len(first_ids):
-            allowed = torch.full_like(logits, -torch.inf)
-            allowed[:, list(first_ids)] = 0.0
-            logits = logits + allowed
+        if step == 0 and first_ids:
+            logits = _only(logits, first_ids)
         ids = sample_next(logits, settings, rng, seen)
         if stop_id is not None:
             ids = torch.where(stopped, stop_id, ids)
@@ -115,6 +113,13 @@ def generate(
         yield ids
         if stop_id is not None and bool(stopped.all()):
             return
+
+
+def _only(logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """(B, V) logits with -inf for all but these ids."""
+    kept = torch.full_like(logits, -torch.inf)
+    kept[:, list(ids)] = logits[:, list(ids)]
+    return kept
 
 
 def _seen(prompt: Tensor, vocab_size: int) -> Tensor:

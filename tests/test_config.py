@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -115,8 +116,10 @@ def test_a_string_stays_a_string(name, text):
 def test_a_wrong_choice_lists_the_choices(name, refusal):
     said = refusal(f"--{name}=fp8")
     assert f"{OPTIONS[name].full_name}=fp8: must be " in said
-    for choice in OPTIONS[name].annotation.__args__:
-        assert str(choice) in said
+    choices = re.findall(r"'(\w+)'", str(OPTIONS[name].annotation))
+    assert choices
+    for choice in choices:
+        assert choice in said
 
 
 def test_a_value_may_stand_apart(load):
