@@ -138,7 +138,7 @@ def test_without_a_peak_no_time_is_made_up():
 
 def test_the_estimate_of_memory_is_the_planners():
     run = run_of(1e12)
-    expected = estimate_memory(run.config).peak / 1e9
+    expected = estimate_memory(run.config, model=run.setup.model).peak / 1e9
     assert screen.estimated_memory(run) == f"{expected:.2f} GB of memory"
 
 
