@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial as bind
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,8 @@ def _encoded(
     """The ids of one source, task by task, without the first `skip` tasks."""
     source, split = plan.sources[number], plan.splits[number]
     if source.holds_ids:
-        tasks = encoded_ids(source, tokenizer, dtype, plan.config.val_fraction)
-        results: Iterator[Encoded] = (task for n, task in enumerate(tasks) if n >= skip)
+        ids = encoded_ids(source, tokenizer, dtype, plan.config.val_fraction)
+        results: Iterator[Encoded] = islice(ids, skip, None)
     else:
         tasks = grouped(split.parts(plan.pieces(source)))
         for _ in range(skip):
@@ -150,15 +151,21 @@ def _write_shards(
                 writers[split].append(some.ids, some.starts, some.bytes, some.documents)
             tasks += 1
             if sum(writer.bytes for writer in writers.values()) >= shard_bytes:
-                done.shards += [writers.pop(split).close() for split in sorted(writers)]
+                done.shards += _closed(writers)
                 done.tasks[number] = tasks
                 done.save(folder)
-        done.shards += [writers.pop(split).close() for split in sorted(writers)]
+        done.shards += _closed(writers)
         done.tasks[number], done.complete[number] = tasks, True
         done.save(folder)
     finally:
         for writer in writers.values():
             writer.abandon()
+
+
+def _closed(writers: dict[str, ShardWriter]) -> list[Shard]:
+    """The finished shards of all splits; none are open afterwards."""
+    shards = [writers.pop(split).close() for split in sorted(writers)]
+    return [shard for shard in shards if shard is not None]
 
 
 def _check_splits(plan: Plan, meta: Meta, partial: Path) -> None:

@@ -129,9 +129,11 @@ def in_order(
 def _follow_parent() -> None:
     """In a worker: leave Ctrl-C to the parent, and end when the parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
 
     def watch() -> None:
-        multiprocessing.parent_process().join()
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -54,7 +54,7 @@ class BatchLoader:
             found[mine, 0] = epoch
             found[mine, 1] = order.astype(np.int64) + self._offsets[source]
             found[mine, 2] = self._shift(source, epoch)
-        return [tuple(row) for row in found.tolist()]
+        return [(epoch, window, shift) for epoch, window, shift in found.tolist()]
 
     def _shift(self, source: int, epoch: int) -> int:
         """How far the grid of windows is moved in an epoch; not at all in the first."""

@@ -171,9 +171,9 @@ def main(argv: list[str]) -> int:
     elif actions.verify:
         verify(prepared_folder(config))
     else:
-        said: list[str] = []
-        folder = prepare(config, say=lambda line: said.append(line) or print(line))
-        if not said:
+        was_there = is_complete(prepared_folder(config))
+        folder = prepare(config)
+        if was_there:
             print(f"{folder} is there: {summary(read_meta(folder))}")
     return 0
 

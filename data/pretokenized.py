@@ -24,7 +24,7 @@ class IdsFile(NamedTuple):
     path: Path
     offset: int
     dtype: str
-    count: int
+    n_ids: int
 
 
 def look_at(path: Path, vocab_size: int) -> IdsFile:
@@ -35,9 +35,9 @@ def look_at(path: Path, vocab_size: int) -> IdsFile:
     """
     size = path.stat().st_size
     with path.open("rb") as stream:
-        header = np.frombuffer(stream.read(12), dtype="<i4") if size >= HEADER_BYTES else []
-    if len(header) and int(header[0]) in LLM_C_MAGIC:
-        dtype, count, offset = LLM_C_MAGIC[int(header[0])], int(header[2]), HEADER_BYTES
+        header = np.frombuffer(stream.read(12).ljust(12, b"\0"), dtype="<i4").tolist()
+    if size >= HEADER_BYTES and header[0] in LLM_C_MAGIC:
+        dtype, count, offset = LLM_C_MAGIC[header[0]], header[2], HEADER_BYTES
         if size != offset + count * np.dtype(dtype).itemsize:
             raise ConfigError(f"{path}: its header promises {count} ids, but it has {size} bytes")
         return IdsFile(path, offset, dtype, count)
@@ -53,7 +53,7 @@ def encoded_ids(
     """The ids of a source's files, split by the files' names (train, val) or else by the tail."""
     files = [look_at(path, tokenizer.vocab_size) for path in source.files]
     by_name = any("val" in file.path.stem for file in files)
-    left = sum(file.count for file in files)
+    left = sum(file.n_ids for file in files)
     left = left if by_name else int(left * (1 - val_fraction))
     begun: set[str] = set()
     for file in files:
@@ -77,7 +77,7 @@ def _chunks(file: IdsFile, vocab_size: int) -> Iterator[np.ndarray]:
     """The ids, some at a time. Raises ConfigError for one that the vocabulary does not have."""
     item = np.dtype(file.dtype).itemsize
     with file.path.open("rb") as stream:
-        for start in range(0, file.count, CHUNK_IDS):
+        for start in range(0, file.n_ids, CHUNK_IDS):
             stream.seek(file.offset + start * item)
             ids = np.frombuffer(stream.read(CHUNK_IDS * item), dtype=file.dtype)
             if int(ids.max()) >= vocab_size:
@@ -91,7 +91,7 @@ def _chunks(file: IdsFile, vocab_size: int) -> Iterator[np.ndarray]:
 
 def _described(ids: np.ndarray, tokenizer: Tokenizer, dtype: str, first: bool) -> Ids:
     """Ids with their document starts: after each end-of-text, and at the very beginning."""
-    ends = np.flatnonzero(ids == tokenizer.eot) if tokenizer.eot is not None else []
-    starts = np.concatenate([[0] if first else [], np.asarray(ends) + 1]).astype(np.int64)
+    ends = np.flatnonzero(ids == (-1 if tokenizer.eot is None else tokenizer.eot))
+    starts = np.concatenate([[0] if first else [], ends + 1]).astype(np.int64)
     n_bytes = int(tokenizer.byte_lengths()[ids].sum())
     return Ids(ids.astype(dtype), starts, n_bytes, len(ends))

@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import urllib.request
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -154,6 +155,7 @@ def _table(loaded) -> list[bytes]:
     kinds = json.dumps([about["decoder"], about["pre_tokenizer"]])
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values()) + 1)
+    to_bytes: Callable[[str], bytes]
     if '"ByteLevel"' in kinds:
         to_bytes = partial(_byte_level, byte_of_character())
     elif '"WordPiece"' in kinds:

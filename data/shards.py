@@ -11,6 +11,7 @@ import os
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
@@ -172,7 +173,10 @@ class DocumentWindows:
         return window[:-1], targets
 
 
-WINDOWS = {"packed": PackedWindows, "document": DocumentWindows}
+WINDOWS: dict[str, type[PackedWindows] | type[DocumentWindows]] = {
+    "packed": PackedWindows,
+    "document": DocumentWindows,
+}
 
 
 class Windows:
@@ -188,14 +192,14 @@ class Windows:
         meta = read_meta(folder)
         self.context_length = context_length
         self.weights = meta.weights
-        self.parts = []
+        self.parts: list[PackedWindows | DocumentWindows] = []
         for source in range(len(meta.weights)):
             stream = TokenStream(folder, meta, split, source)
             if stream.n_tokens < context_length + 1:
                 raise ConfigError(_too_short(meta, split, source, stream.n_tokens, context_length))
             self.parts.append(WINDOWS[windows](stream, context_length))
         self.n_tokens = sum(part.stream.n_tokens for part in self.parts)
-        self.offsets = np.cumsum([0] + [part.n_windows for part in self.parts]).tolist()
+        self.offsets = list(accumulate((part.n_windows for part in self.parts), initial=0))
         self.n_windows = self.offsets[-1]
 
     def __len__(self) -> int:

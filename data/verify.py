@@ -48,8 +48,8 @@ def _check_shard(path: Path, shard: Shard, item_bytes: int) -> None:
     with path.open("rb") as stream:
         while chunk := stream.read(READ_BYTES):
             whole.update(chunk)
-            starts = range(0, len(chunk), BLOCK_BYTES)
-            blocks += [zlib.crc32(chunk[at : at + BLOCK_BYTES]) for at in starts]
+            places = range(0, len(chunk), BLOCK_BYTES)
+            blocks += [zlib.crc32(chunk[at : at + BLOCK_BYTES]) for at in places]
     if whole.hexdigest() != shard.sha256:
         raise DamagedData(f"{path}: its SHA-256 is not the one that was written")
     checksums = path.with_suffix(".crc")

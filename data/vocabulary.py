@@ -43,7 +43,7 @@ class Tokenizer:
         if not special or not self.special:
             return self.encode_array(text).tolist()
         names = sorted(self.special, key=len, reverse=True)
-        ids = []
+        ids: list[int] = []
         for part in re.split("(" + "|".join(map(re.escape, names)) + ")", text):
             is_special = part in self.special
             ids += [self.special[part]] if is_special else self.encode_array(part).tolist()
