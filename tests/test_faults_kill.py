@@ -91,6 +91,15 @@ def best_of(wanted: tuple[str, str, str]) -> str:
     return f"step-{json.loads(wanted[2])['best_step']}"
 
 
+def test_a_kill_between_the_last_checkpoint_and_best_is_mended(trained, tiny_argv):
+    """The run is finished: the same command has nothing to do but this."""
+    place = trained / "checkpoints" / "best"
+    wanted = place.read_text()
+    place.write_text("step-4\n")
+    assert wanted == "step-8\n" and train(tiny_argv(trained)) == 0
+    assert place.read_text() == wanted
+
+
 @pytest.mark.parametrize("n", [20, pytest.param(200, marks=pytest.mark.faults)])
 def test_kill_nine_at_random_moments_half_of_them_in_a_save(n, tiny_argv, tmp_path, figure):
     rng, told, shared = random.Random(n), Figures(), Shared()

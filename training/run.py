@@ -121,7 +121,6 @@ def recording(run: Run) -> Iterator[None]:
     run.logger = RunLogger(run.folder, run.max_steps, state.step, config.log.quiet)
     run.budget = open_budget(config.run, state)
     run.warn = run.checkpoints.say = run.logger.say
-    run.checkpoints.mend_best(state)
     run.say = run.say if config.log.quiet else run.logger.say
     run.peak = peak_flops(run.setup.ranks.device, run.setup.precision.dtype)
     if config.log.wandb:

@@ -62,6 +62,8 @@ def open_run(
         checkpoints = Checkpoints(folder / "checkpoints", say)
         checkpoints.clean()
         newest = checkpoints.newest()
+        if newest is not None:
+            checkpoints.mend_best(newest.state)
         if newest is None and config.run.resume == "must":
             raise ConfigError(f"run.resume=must: {folder} holds no checkpoint to go on from")
         saved = _saved_config(folder, newest)
