@@ -1,0 +1,130 @@
+"""A training step to measure: the real one, on tokens at random, its time and its memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from data.config import DataConfig
+from data.options import ConfigError
+from model.config import ModelConfig
+from model.gpt import GPT
+from training.config import Config
+from training.distributed import Ranks
+from training.sections import OptimConfig, ParallelConfig, RunConfig
+from training.startup import build_setup
+from training.step import Setup, train_step
+
+Result = TypeVar("Result")
+
+# GPT-2's architecture, without biases: the default of nanoGPT.
+GPT2_SHAPED = {
+    "norm": "layer",
+    "norm_eps": 1e-5,
+    "mlp": "gelu",
+    "position": "learned",
+    "qk_norm": False,
+    "bias": False,
+    "tie_embeddings": True,
+}
+
+
+def training_setup(
+    shape: ModelConfig,
+    batch: int,
+    *,
+    optim: OptimConfig | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
+    compiled: bool = False,
+    model_class: type[GPT] = GPT,
+) -> Setup:
+    """What a run's step works on. shape: resolved. A step is one micro-batch of `batch` windows,
+    and AdamW's unless `optim` says otherwise."""
+    config = Config(
+        model=shape,
+        data=DataConfig(global_batch=batch, micro_batch=batch),
+        optim=optim or OptimConfig(),
+        parallel=ParallelConfig(reduction="exact"),
+        run=RunConfig(dtype=dtype, compile=compiled),
+    )
+    model = model_class(shape)
+    model.init_weights(config.run.seed)
+    ranks = Ranks(device=torch.device(device))
+    return build_setup(config, model.to(ranks.device), ranks, print)
+
+
+def random_batch(setup: Setup, batch: int, T: int | None = None) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, (batch, T) each; T is the whole context unless given."""
+    shape, rng = setup.model.config, torch.Generator().manual_seed(1)
+    size = (2, batch, T or shape.context_length)
+    tokens, targets = torch.randint(shape.vocab_size, size, generator=rng)
+    return tokens.to(setup.ranks.device), targets.to(setup.ranks.device)
+
+
+def step_seconds(setup: Setup, batch: tuple[Tensor, Tensor], step: int) -> float:
+    """The time of one step, from the batch to the moved weights."""
+    return seconds_of(lambda: train_step(setup, [batch], step), setup.ranks.device)
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device | None = None) -> float:
+    """The time that `work` takes, what it left for a GPU to do included."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def alternate(
+    works: Mapping[str, Callable[[], float]], rounds: int, warmup: int
+) -> dict[str, float]:
+    """The median of what each gives (seconds, say), each called in turn in every round, so that all
+    see the same hours of a machine; the first `warmup` rounds do not count."""
+    given = [{name: work() for name, work in works.items()} for _ in range(warmup + rounds)]
+    return {name: statistics.median(one[name] for one in given[warmup:]) for name in works}
+
+
+def share_of_peak(flops: float, seconds: float, peak: float) -> float:
+    """The part of `peak` (FLOP/s) that `flops` in `seconds` are."""
+    return flops / seconds / peak
+
+
+def peak_memory(work: Callable[[], Any]) -> int:
+    """Bytes by which this process's resident memory grows at most while `work` runs.
+
+    Raises ConfigError where the kernel does not keep the peak (anywhere but on Linux).
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
+        before = _resident("VmRSS")
+        work()
+        return _resident("VmHWM") - before
+    except FileNotFoundError as error:
+        raise ConfigError("peaks of memory are read from /proc: Linux alone has it") from error
+
+
+def _resident(name: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def in_fresh_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """What a module's function returns in a process of its own, which starts with nothing."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+        return pool.submit(function, *arguments).result()

@@ -1,0 +1,16 @@
+"""A small plain table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def show(header: Sequence[str], rows: Sequence[Sequence[str]], *notes: str) -> None:
+    """Print a table, the first column to the left and the others to the right, and notes below."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for first, *rest in lines:
+        cells = [f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
+        print("  ".join([f"{first:<{widths[0]}}", *cells]).rstrip())
+    for note in notes:
+        print(note)
