@@ -175,12 +175,14 @@ class GPT(nn.Module):
 def inference(model: GPT) -> Iterator[None]:
     """No gradients and no dropout inside; the model's mode is restored at the end."""
     training = model.training
-    model.eval()
+    if training:  # it is set on every module in turn: too slow for each token of a decoding
+        model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        if training:
+            model.train()
 
 
 def cross_entropy(x: Tensor, head: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
