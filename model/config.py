@@ -20,7 +20,7 @@ class ModelConfig:
     vocab_size: Annotated[int | None, "ids the model knows; the tokenizer's unless given"] = None
     norm: Annotated[Literal["rms", "layer"], "normalisation"] = "rms"
     norm_eps: Annotated[float, "added to the variance in a norm"] = 1e-6
-    mlp: Annotated[Literal["swiglu", "gelu", "relu2"], "the MLP's kind"] = "swiglu"
+    mlp: Annotated[Literal["swiglu", "gelu", "gelu_erf", "relu2"], "the MLP's kind"] = "swiglu"
     position: Annotated[Literal["rope", "learned"], "how a token knows its place"] = "rope"
     rope_theta: Annotated[float, "base of RoPE's wavelengths"] = 10000.0
     rope_scaling: Annotated[Literal["none", "llama3"], "stretch RoPE's long wavelengths"] = "none"

@@ -48,7 +48,7 @@ ROTARY = {
 }
 ALLOWED: dict[str, dict[str, tuple]] = {
     "gpt2": {
-        "activation_function": (None, "gelu_new", "gelu_pytorch_tanh"),
+        "activation_function": (None, "gelu_new", "gelu_pytorch_tanh", "gelu"),
         "scale_attn_weights": (None, True),
         "scale_attn_by_inverse_layer_idx": (None, False),
     },
@@ -109,7 +109,7 @@ def _read_gpt2(found: Json, problems: list[str]) -> ModelConfig:
         vocab_size=int(found["vocab_size"]),
         norm="layer",
         norm_eps=float(found.get("layer_norm_epsilon", 1e-5)),
-        mlp="gelu",
+        mlp="gelu_erf" if found.get("activation_function") == "gelu" else "gelu",
         position="learned",
         qk_norm=False,
         bias=True,

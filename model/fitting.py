@@ -10,11 +10,19 @@ from typing import Any
 from model.config import ModelConfig
 from model.families import ARCHITECTURES, FolderError
 
-# What a model must be to fit a family: option -> value. Options that are not named are free.
+# What a model must be to fit a family: option -> value, or any of several. Options that are not
+# named are free.
+GELUS = {"gelu": "gelu_new", "gelu_erf": "gelu"}  # our name -> transformers'
 FITS: dict[str, dict[str, Any]] = {
     "llama": {"norm": "rms", "mlp": "swiglu", "position": "rope", "qk_norm": False},
     "qwen3": {"norm": "rms", "mlp": "swiglu", "position": "rope", "qk_norm": True, "bias": False},
-    "gpt2": {"norm": "layer", "mlp": "gelu", "position": "learned", "qk_norm": False, "bias": True},
+    "gpt2": {
+        "norm": "layer",
+        "mlp": tuple(GELUS),
+        "position": "learned",
+        "qk_norm": False,
+        "bias": True,
+    },
 }
 
 
@@ -39,7 +47,7 @@ def _misfits(config: ModelConfig, family: str) -> list[str]:
     found = [
         f"model.{name}={_typed(getattr(config, name))} where {family} has {_typed(wanted)}"
         for name, wanted in FITS[family].items()
-        if getattr(config, name) != wanted
+        if getattr(config, name) not in (wanted if isinstance(wanted, tuple) else (wanted,))
     ]
     C, H, D = config.d_model, config.n_heads, config.d_head
     if family == "gpt2" and config.n_kv_heads != H:
@@ -52,6 +60,8 @@ def _misfits(config: ModelConfig, family: str) -> list[str]:
 
 
 def _typed(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " or ".join(map(_typed, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -83,7 +93,7 @@ def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
         "n_positions": config.context_length,
         "n_ctx": config.context_length,
         "layer_norm_epsilon": config.norm_eps,
-        "activation_function": "gelu_new",
+        "activation_function": GELUS[config.mlp],
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,

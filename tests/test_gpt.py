@@ -54,7 +54,7 @@ def test_a_later_token_never_changes_an_earlier_logit(kind, attention):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("position", ["rope", "learned"])
-@pytest.mark.parametrize("mlp", ["swiglu", "gelu", "relu2"])
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu", "gelu_erf", "relu2"])
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @torch.no_grad()
 def test_the_first_loss_is_ln_v(norm, mlp, position, tie, bias):

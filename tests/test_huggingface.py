@@ -58,7 +58,9 @@ def family_configs() -> dict[str, object]:
     biases = {"attention_bias": True, "mlp_bias": True}
     return {
         "gpt2": GPT2Config(**gpt2),
-        "gpt2-untied": GPT2Config(**gpt2, n_inner=100, tie_word_embeddings=False),
+        "gpt2-untied": GPT2Config(
+            **gpt2, n_inner=100, tie_word_embeddings=False, activation_function="gelu"
+        ),
         "llama-gqa": LlamaConfig(**shape, num_key_value_heads=2),
         "llama3": LlamaConfig(**shape, rope_parameters=LLAMA3, tie_word_embeddings=True),
         "llama-bias": LlamaConfig(**shape, **biases, head_dim=16, rms_norm_eps=1e-5),
@@ -264,7 +266,7 @@ REFUSED = [
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     ("qwen3", {"attention_bias": True}, "attention_bias=True"),
-    ("gpt2", {"activation_function": "gelu"}, "activation_function=gelu"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function=relu"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),

@@ -111,6 +111,8 @@ def test_an_mlp_equals_its_formula(name, bias):
         hidden = gate / (1 + torch.exp(-gate)) * up
     elif name == "gelu":
         hidden = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+    elif name == "gelu_erf":
+        hidden = 0.5 * up * (1 + torch.erf(up / math.sqrt(2)))
     else:
         hidden = up.clamp(min=0) ** 2
     torch.testing.assert_close(mlp(x), linear("down_proj", hidden))
