@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import platform
+import resource
+
 import pytest
 import torch
 
 from model.config import ModelConfig
 from model.gpt import GPT
-from training.hardware import known_peak, measured_peak, model_flops_utilisation, peak_flops
+from training.hardware import (
+    keep_freed_memory,
+    known_peak,
+    measured_peak,
+    model_flops_utilisation,
+    peak_flops,
+)
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 
@@ -85,3 +94,15 @@ def test_operations_of_a_token_by_hand():
     matrices = 2 * (64 + 32 + 32 + 64 + 3 * 96) + 80
     scores = 12 * 2 * 2 * 4 * 5  # 12 L (H D) T
     assert model.flops_per_token(5) == 6 * matrices + scores
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's own setting")
+def test_memory_that_was_freed_is_there_for_the_next_step():
+    """64 MB taken and freed 10 times: its pages are faulted in once, not each time."""
+    assert keep_freed_memory()
+    pages = 64 * 2**20 // resource.getpagesize()
+    torch.ones(16 * 2**20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.ones(16 * 2**20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages

@@ -30,7 +30,7 @@ from training.checkpoint import (
 from training.config import Config, from_json, to_json
 from training.distributed import Ranks, default_threads, make_cublas_deterministic
 from training.folder import lock_folder, move_aside
-from training.hardware import hardware_name
+from training.hardware import hardware_name, keep_freed_memory
 from training.loading import config_of
 from training.microbatch import pick_micro_batch
 from training.optimizer import Optimizers
@@ -167,8 +167,10 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, say: Say) -> Config:
 
 
 def prepare_process(config: Config) -> None:
-    """Threads and determinism, before anything is computed."""
+    """Threads, memory and determinism, before anything is computed."""
     torch.set_num_threads(config.run.threads)
+    if config.run.device == "cpu":
+        keep_freed_memory()
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32
     if config.run.deterministic:
         make_cublas_deterministic()
