@@ -80,8 +80,7 @@ def main(argv: list[str]) -> int:
     if unread := [f"--{name}" for name in given if name not in reads]:
         known = ", ".join(f"--{name}" for name in reads) or "none"
         raise ConfigError(f"{', '.join(unread)}: {mode} does not read it; its options: {known}")
-    bench(**{name: getattr(options, name) for name in reads})
-    return 0
+    return bench(**{name: getattr(options, name) for name in reads}) or 0
 
 
 def mode_function(mode: str):

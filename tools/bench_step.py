@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +22,11 @@ from model.gpt import GPT
 from training.config import Config
 from training.distributed import Ranks
 from training.sections import OptimConfig, ParallelConfig, RunConfig
-from training.startup import build_setup
+from training.startup import build_setup, prepare_process
 from training.step import Setup, train_step
 
 Result = TypeVar("Result")
+SPAWN = multiprocessing.get_context("spawn")
 
 # GPT-2's architecture, without biases: the default of nanoGPT.
 GPT2_SHAPED = {
@@ -47,15 +50,18 @@ def training_setup(
     compiled: bool = False,
     model_class: type[GPT] = GPT,
 ) -> Setup:
-    """What a run's step works on. shape: resolved. A step is one micro-batch of `batch` windows,
-    and AdamW's unless `optim` says otherwise."""
+    """What a run's step works on, in a process that is set up like a run's. shape: resolved. A step
+    is one micro-batch of `batch` windows, and AdamW's unless `optim` says otherwise."""
     config = Config(
         model=shape,
         data=DataConfig(global_batch=batch, micro_batch=batch),
         optim=optim or OptimConfig(),
-        parallel=ParallelConfig(reduction="exact"),
-        run=RunConfig(dtype=dtype, compile=compiled),
+        parallel=ParallelConfig(reduction="exact" if device == "cpu" else "fast"),
+        run=RunConfig(
+            device=device, dtype=dtype, compile=compiled, threads=torch.get_num_threads()
+        ),
     )
+    prepare_process(config)
     model = model_class(shape)
     model.init_weights(config.run.seed)
     ranks = Ranks(device=torch.device(device))
@@ -125,6 +131,35 @@ def _resident(name: str) -> int:
 
 def in_fresh_process(function: Callable[..., Result], *arguments: Any) -> Result:
     """What a module's function returns in a process of its own, which starts with nothing."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(max_workers=1, mp_context=SPAWN) as pool:
         return pool.submit(function, *arguments).result()
+
+
+@contextmanager
+def served(make: Callable[..., Callable[[], Result]], *arguments: Any) -> Iterator[Callable]:
+    """`make(*arguments)`, a function without arguments, living in a process of its own while the
+    block runs; what is given here calls it there."""
+    here, there = SPAWN.Pipe()
+    process = SPAWN.Process(target=_serve, args=(there, make, arguments), daemon=True)
+    process.start()
+    there.close()
+
+    def call() -> Result:
+        here.send("call")
+        return here.recv()
+
+    try:
+        yield call
+    finally:
+        here.close()  # which ends it
+        process.join()
+
+
+def _serve(pipe: Connection, make: Callable[..., Callable[[], Any]], arguments: tuple) -> None:
+    function = make(*arguments)
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        pipe.send(function())

@@ -1,0 +1,118 @@
+"""What a step costs: memory with a large vocabulary, and growth with context length and width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.gpt import GPT, IGNORE_INDEX
+from tools.bench_step import (
+    in_fresh_process,
+    peak_memory,
+    random_batch,
+    step_seconds,
+    training_setup,
+)
+from tools.bench_table import show
+from training.step import train_step
+
+TIMED_STEPS = 5
+
+
+class PlainLossGPT(GPT):
+    """The same model, all logits at once and PyTorch's own loss."""
+
+    def forward(self, tokens: Tensor, targets: Tensor, *, reduction: str) -> Tensor:
+        logits = super().forward(tokens)  # (B, T, V)
+        return F.cross_entropy(
+            logits.flatten(0, 1),
+            targets.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction=reduction,
+        )
+
+
+def bench_memory(*, quick: bool) -> None:
+    """The peak of a step with the loss by chunks, and with plain logits and cross_entropy."""
+    shape = ModelConfig(n_layers=4, n_heads=4, d_model=256, context_length=1024).resolved(50304)
+    batch = 8
+    if quick:
+        shape, batch = replace(shape, n_layers=1, d_model=32, d_mlp=64, d_head=8), 2
+    ours, plain = (
+        in_fresh_process(memory_of_step, shape, batch, kind) for kind in (GPT, PlainLossGPT)
+    )
+    B, T, V = batch, shape.context_length, shape.vocab_size
+    show(
+        [f"{shape.n_layers} x {shape.d_model}, V {V:,}, {B} x {T} tokens", "peak of a step, MB"],
+        [["ours, logits in chunks", f"{ours / 1e6:.0f}"], ["plain", f"{plain / 1e6:.0f}"]],
+        f"ours / plain: {ours / plain:.2f}; peak: growth of resident memory during a training "
+        "step, each in a process of its own",
+        "plain: all logits at once and torch.nn.functional.cross_entropy, the same model otherwise",
+    )
+
+
+def memory_of_step(shape: ModelConfig, batch: int, model_class: type[GPT]) -> int:
+    """Bytes that one training step takes on top of weights and optimizer."""
+    setup = training_setup(shape, batch, model_class=model_class)
+    # A short step first: thread pools and kernels take memory once.
+    train_step(setup, [random_batch(setup, 1, 8)], 0)
+    tokens = random_batch(setup, batch)
+    return peak_memory(lambda: train_step(setup, [tokens], 1))
+
+
+def bench_growth(*, quick: bool) -> None:
+    """Time and memory per token: by context length, then by width."""
+    base = ModelConfig(n_layers=4, n_heads=4, d_model=256, context_length=256)
+    tokens = 64 if quick else 4096  # of a step
+    lengths = [16, 32] if quick else [128, 256, 512, 1024, 2048, 4096]
+    widths = [16, 32] if quick else [128, 256, 512, 1024]
+    if quick:
+        base = replace(base, n_layers=1, n_heads=1, d_model=16, context_length=16)
+    by_length = [replace(base, context_length=T) for T in lengths]
+    by_width = [replace(base, d_model=C, n_heads=max(1, C // 64)) for C in widths]
+    show(
+        ["", "ms a 1,000 tokens", "MFLOPs a token", "time / FLOPs", "KB a token"],
+        [
+            *growth_rows([f"T {s.context_length}" for s in by_length], by_length, tokens),
+            *growth_rows([f"width {s.d_model}" for s in by_width], by_width, tokens),
+        ],
+        f"{base.n_layers} layers, {tokens} tokens a step; T at width {base.d_model}, widths at T "
+        f"{base.context_length}, heads of width 64",
+        "time / FLOPs: how much longer a token takes than in the first row, over how many more "
+        "FLOPs it has:",
+        "below 1 it is cheaper than the count says (which does not halve attention for causality)",
+        "KB: growth of resident memory during a step; each row in a process of its own",
+    )
+
+
+def growth_rows(names: list[str], shapes: list[ModelConfig], tokens: int) -> list[list[str]]:
+    """A row of the table for each shape."""
+    shapes = [shape.resolved(256) for shape in shapes]
+    costs = [in_fresh_process(cost_per_token, shape, tokens) for shape in shapes]
+    ratios = time_over_flops([(seconds, flops) for seconds, flops, _ in costs])
+    return [
+        [name, f"{1e6 * seconds:.1f}", f"{flops / 1e6:.1f}", f"{ratio:.2f}", f"{memory / 1e3:.1f}"]
+        for name, (seconds, flops, memory), ratio in zip(names, costs, ratios, strict=True)
+    ]
+
+
+def time_over_flops(costs: list[tuple[float, float]]) -> list[float]:
+    """Seconds over FLOPs of each, in units of the first's."""
+    (seconds, flops), *_ = costs
+    return [(s / seconds) / (f / flops) for s, f in costs]
+
+
+def cost_per_token(shape: ModelConfig, tokens: int) -> tuple[float, int, float]:
+    """(seconds, FLOPs, bytes) that a token of a training step takes."""
+    T = shape.context_length
+    batch = tokens // T
+    setup = training_setup(shape, batch)
+    train_step(setup, [random_batch(setup, 1, 8)], 0)
+    data = random_batch(setup, batch)
+    memory = peak_memory(lambda: train_step(setup, [data], 1))
+    # The quickest: rows are minutes apart, and another process may have run beside one of them.
+    seconds = min(step_seconds(setup, data, 2 + i) for i in range(TIMED_STEPS))
+    return seconds / tokens, setup.model.flops_per_token(T), memory / tokens

@@ -1,0 +1,129 @@
+"""A training step's share of what the machine can do, at nanoGPT's three sizes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model.config import ModelConfig
+from model.gpt import GPT
+from tools.bench_peer import PeerStep, peer_folder, peer_model
+from tools.bench_step import (
+    GPT2_SHAPED,
+    alternate,
+    random_batch,
+    seconds_of,
+    served,
+    share_of_peak,
+    step_seconds,
+    training_setup,
+)
+from tools.bench_table import show
+from training.hardware import measured_peak
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, the windows of a step, and the steps that are timed."""
+
+    n_layers: int
+    d_model: int
+    n_heads: int
+    context_length: int
+    vocab_size: int
+    batch: int
+    steps: int
+
+    @property
+    def shape(self) -> ModelConfig:
+        return ModelConfig(
+            n_layers=self.n_layers,
+            n_heads=self.n_heads,
+            d_model=self.d_model,
+            context_length=self.context_length,
+            **GPT2_SHAPED,
+        ).resolved(self.vocab_size)
+
+    @property
+    def name(self) -> str:
+        return f"{self.n_layers} x {self.d_model}, T {self.context_length}, B {self.batch}"
+
+
+# nanoGPT's CPU and GPU examples for Shakespeare, and GPT-2's smallest model.
+SIZES = {
+    "1": Size(4, 128, 4, context_length=64, vocab_size=65, batch=12, steps=200),
+    "2": Size(6, 384, 6, context_length=256, vocab_size=65, batch=16, steps=10),
+    "3": Size(12, 768, 12, context_length=256, vocab_size=50304, batch=4, steps=6),
+}
+TOY = Size(1, 16, 2, context_length=8, vocab_size=65, batch=2, steps=3)
+WARMUP = 2
+
+
+def bench_train(*, size: str, peer: str, steps: int | None, quick: bool) -> None:
+    """Ours, and the peer's where one is named, step by step in turn."""
+    folder = peer_folder(peer) if peer else None
+    chosen = [TOY] if quick else list(SIZES.values()) if size == "all" else [SIZES[size]]
+    rows = []
+    for one in chosen:
+        seconds, flops, peak = measure(one, folder, steps or one.steps, 64 if quick else 2048)
+        ours = seconds["ours"]
+        row = [one.name, f"{1e3 * ours:.1f}", f"{share_of_peak(flops, ours, peak):.2f}"]
+        if folder:
+            theirs = seconds["peer"]
+            row += [f"{1e3 * theirs:.1f}", f"{share_of_peak(flops, theirs, peak):.2f}"]
+            row.append(f"{ours / theirs:.2f}")
+        rows.append(row)
+    header = ["float32", "ms a step", "of the peak"]
+    header += ["nanoGPT ms", "of the peak", "ours / nanoGPT"] if folder else []
+    threads = torch.get_num_threads()
+    show(
+        header,
+        rows,
+        "of the peak: FLOPs of a step (6 a matrix parameter and token + 12 L C T a token) over its "
+        "median time,",
+        f"over the best of 20 float32 products of 2048 x 2048 before and after ({threads} threads)",
+    )
+
+
+def measure(
+    one: Size, peer: Path | None, steps: int, product: int
+) -> tuple[dict[str, float], float, float]:
+    """(seconds of a step of each, FLOPs of a step, FLOP/s of the machine).
+
+    product: rows of the square matrices. Each side has a process of its own, set up as its own
+    train.py does.
+    """
+    makers = {"ours": (our_step, one), **({"peer": (peer_step, one, peer)} if peer else {})}
+    with ExitStack() as stack:
+        works = {name: stack.enter_context(served(*maker)) for name, maker in makers.items()}
+        machine = (torch.device("cpu"), torch.float32, product, 20)
+        before = measured_peak(*machine)
+        seconds = alternate(works, steps, WARMUP)
+        peak = max(before, measured_peak(*machine))
+    return seconds, flops_of_step(one), peak
+
+
+def flops_of_step(one: Size) -> int:
+    with torch.device("meta"):
+        return GPT(one.shape).flops_per_token(one.context_length) * one.batch * one.context_length
+
+
+def our_step(one: Size) -> Callable[[], float]:
+    """Takes a step and gives its seconds."""
+    setup = training_setup(one.shape, one.batch)
+    batch, number = random_batch(setup, one.batch), itertools.count()
+    return lambda: step_seconds(setup, batch, next(number))
+
+
+def peer_step(one: Size, peer: Path) -> Callable[[], float]:
+    """The same of nanoGPT's."""
+    step = PeerStep(peer_model(peer, one.shape))
+    rng = torch.Generator().manual_seed(1)
+    size = (2, one.batch, one.context_length)
+    tokens, targets = torch.randint(one.vocab_size, size, generator=rng)
+    return lambda: seconds_of(lambda: step(tokens, targets))
