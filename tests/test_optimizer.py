@@ -124,19 +124,37 @@ def test_the_size_of_a_matrix_does_not_matter_to_its_direction():
     assert torch.equal(orthogonalise(torch.zeros(1, 4, 4)), torch.zeros(1, 4, 4))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
-def test_muon_is_torchs_within_what_bfloat16_can_hold(shape):
+def test_muon_is_torchs_within_what_bfloat16_can_hold(shape, dtype):
     rng = torch.Generator().manual_seed(0)
     weight, gradients = torch.randn(shape, generator=rng), torch.randn((3, *shape), generator=rng)
     ours, theirs = (torch.nn.Parameter(weight.clone()) for _ in range(2))
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
-    mine, oracle = Muon([{"params": [ours], **options}]), torch.optim.Muon([theirs], **options)
+    mine = Muon([{"params": [ours], **options}], dtype)
+    oracle = torch.optim.Muon([theirs], **options)
     for gradient in gradients:
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()
         mine.step()
         oracle.step()
     moved = (theirs - weight).norm()
     assert (ours - theirs).norm() < 0.02 * moved  # measured: 0.0064 and 0.0035
+
+
+def test_muon_computes_in_bfloat16_where_the_run_does_and_keeps_float32_state():
+    def update(*dtype: torch.dtype) -> torch.Tensor:
+        model = tiny_model()
+        optimizers = Optimizers(model, OptimConfig(optimizer="muon"), "cpu", *dtype)
+        learn(model, optimizers, 3)
+        assert {v.dtype for v in optimizers.state_tensors().values()} == {torch.float32}
+        return model.layers[0].mlp.up_proj.weight.detach()
+
+    plain = update()
+    assert torch.equal(plain, update(torch.float32))
+    assert torch.equal(plain, update(torch.float16))  # 5 bits of exponent do not hold the iteration
+    narrow = update(torch.bfloat16)
+    assert not torch.equal(plain, narrow)
+    assert torch.allclose(plain, narrow, atol=0.01)
 
 
 def test_matrices_of_one_shape_do_not_mix():

@@ -66,10 +66,12 @@ class Muon:
 
     The update is the nearest orthogonal matrix to Nesterov momentum, found by five Newton-Schulz
     iterations, times lr sqrt(max(1, rows / columns)). Matrices of one shape are done in one batch.
+
+    dtype: what the iterations compute in; they tolerate bfloat16.
     """
 
-    def __init__(self, groups: list[Group]) -> None:
-        self.param_groups = groups
+    def __init__(self, groups: list[Group], dtype: torch.dtype = torch.float32) -> None:
+        self.param_groups, self.dtype = groups, dtype
         self.state = {
             p: {"momentum": torch.zeros_like(p, requires_grad=False)}
             for group in groups
@@ -91,7 +93,7 @@ class Muon:
         averages = [self.state[p]["momentum"] for p in params]
         torch._foreach_lerp_(averages, grads, 1 - group["momentum"])
         ahead = torch._foreach_lerp(grads, averages, group["momentum"])  # Nesterov
-        updates = orthogonalise(torch.stack(ahead)).to(params[0].dtype)
+        updates = orthogonalise(torch.stack(ahead).to(self.dtype)).to(params[0].dtype)
         rows, columns = params[0].shape
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         scale = group["lr"] * max(1.0, rows / columns) ** 0.5
@@ -102,14 +104,11 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     """Bring all singular values of each matrix near 1: (N, rows, columns), same shape out.
 
     Newton-Schulz iteration with the quintic of Jordan et al. 2024, whose slope at 0 is steep:
-    singular values end between about 0.7 and 1.2. In bfloat16 on GPUs, which it tolerates; in
-    float32 on CPUs, so that the bits do not depend on the CPU's units.
+    singular values end between about 0.7 and 1.2.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
-    wide = x.shape[1] <= x.shape[2]
-    if not wide:
-        x = x.mT
+    wide = matrices.shape[1] <= matrices.shape[2]
+    x = matrices if wide else matrices.mT
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT  # (N, small, small)
@@ -122,9 +121,17 @@ class Optimizers:
 
     One facade matters with float16: given two optimizers, GradScaler would step one while it skips
     the other's non-finite gradients.
+
+    dtype: the run's. Muon's products are in bfloat16 where the run's are, and on GPUs.
     """
 
-    def __init__(self, model: GPT, config: OptimConfig, device_type: str) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        config: OptimConfig,
+        device_type: str,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._named = dict(model.named_parameters())  # a tied weight appears once
         self.names = group_names(self._named, config.optimizer == "muon")
         options = {"lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
@@ -138,7 +145,9 @@ class Optimizers:
         if self.names["muon"]:
             options = {"lr": config.muon_lr, "momentum": config.momentum}
             options["weight_decay"] = config.weight_decay
-            self.parts.append(Muon([{"params": self._of("muon"), **options}]))
+            narrow = device_type == "cuda" or dtype == torch.bfloat16
+            products = torch.bfloat16 if narrow else torch.float32
+            self.parts.append(Muon([{"params": self._of("muon"), **options}], products))
         for group in self.param_groups:
             group["peak_lr"] = group["lr"]
 

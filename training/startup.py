@@ -193,7 +193,7 @@ def build_setup(config: Config, model: GPT, ranks: Ranks, say: Say) -> Setup:
     precision = Precision(getattr(torch, config.run.dtype), ranks.device.type)
     setup = Setup(
         model=model,
-        optimizers=Optimizers(model, config.optim, ranks.device.type),
+        optimizers=Optimizers(model, config.optim, ranks.device.type, precision.dtype),
         scaler=precision.scaler(),
         precision=precision,
         ranks=ranks,
