@@ -144,6 +144,44 @@ def test_a_curve_says_its_values_where_it_is_pointed_at(browser, report):
     assert "smoothed" in text
 
 
+def test_the_box_of_a_curve_is_dark_where_the_page_is(browser, report):
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    open_page(browser, report, DESKTOP, dark=True)
+    place = browser.find_element("css selector", "#loss-linear > div > *")
+    ActionChains(browser).move_to_element(place).perform()
+    read = """
+        const found = [];
+        const walk = (node) => {
+            if (node.matches?.('.bk-Tooltip') && node.shadowRoot?.querySelector('td')) {
+                found.push(getComputedStyle(node).backgroundColor);
+            }
+            for (const child of [...(node.shadowRoot?.children ?? []), ...node.children]) {
+                walk(child);
+            }
+        };
+        walk(document.body);
+        return found;
+    """
+    colours = WebDriverWait(browser, 30).until(lambda b: b.execute_script(read))
+    assert set(colours) == {"rgb(20, 24, 31)"}
+
+
+def test_on_paper_the_curves_fit_and_are_light(browser, report):
+    open_page(browser, report, DESKTOP, dark=True)
+    drawn = browser.execute_script("return document.getElementById('loss-linear').clientWidth")
+    assert drawn > 1000
+    zoom = "return document.getElementById('loss-linear').style.zoom"
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert browser.execute_script("return document.documentElement.dataset.theme") == "light"
+    assert float(browser.execute_script(zoom)) == pytest.approx(700 / drawn, abs=1e-3)
+    browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert browser.execute_script(zoom) == ""
+    assert browser.execute_script("return document.documentElement.dataset.theme") == "dark"
+    assert errors(browser) == []
+
+
 def test_a_token_says_its_loss_and_the_likeliest(browser, report):
     from selenium.webdriver import ActionChains
 

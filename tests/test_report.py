@@ -143,6 +143,7 @@ def test_options_that_are_not_the_default_are_marked(text):
     assert marks["lr"] == ("changed", "0.003")
     assert marks["weight_decay"] == ("same", "0.1")
     assert marks["d_head"] == ("same", "32")  # derived
+    assert marks["rope_theta"] == ("same", "10000")
     assert marks["max_steps"] == ("changed", "200")
 
 

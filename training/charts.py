@@ -18,7 +18,7 @@ Figure = Any  # bokeh's; bokeh is imported where it is used: a run can do withou
 COLOURS = ("#3b7ddd", "#e8590c", "#2f9e44", "#9c36b5", "#c2255c", "#868e96")
 AXES = {"step": "step", "tokens": "tokens (millions)", "minutes": "minutes of training"}
 MOST_POINTS = 1500  # a curve is drawn with
-TIMES = [("step", "@step{0,0}"), ("tokens", "@tokens{0.00} M"), ("training", "@minutes{0.0} min")]
+TIMES = [("step", "@step{0,0}"), ("tokens", "@tokens{0.00} M"), ("time", "@minutes{0.0} min")]
 NOTE_COLOUR, START_COLOUR = "#c2255c", "#868e96"
 
 # What else is drawn of each logged step: column -> (title, factor, how the value is written).
@@ -28,6 +28,17 @@ OTHER_CURVES = {
     "tokens_per_second": ("tokens per second", 1.0, "0,0"),
     "mfu": ("MFU, % of the hardware's peak", 100.0, "0.0"),
 }
+
+FONT = "system-ui, sans-serif"
+PLAIN_NUMBER = "return String(Number(tick.toPrecision(3)))"  # 0.0003, not 3.000e-4
+
+# What is pointed at is told in a box of bokeh's, which is white unless told otherwise from inside.
+TIP_STYLE = """<style>
+:host { background: var(--page) !important; color: var(--ink) !important;
+        border-color: var(--line) !important; border-radius: 8px; padding: 6px 10px !important; }
+td { padding: 0 0 0 10px; text-align: right; font-variant-numeric: tabular-nums; }
+td:first-child { padding: 0; text-align: left; color: var(--soft); }
+</style>"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,7 @@ def loss_figure(histories: Sequence[History], axis: str) -> Figure:
         half_life = max(1, len(history.steps)) / 150
         smooth = smoothed([entry["loss"] for entry in history.steps], half_life)
         rows["smooth"] = [smooth[i] for i in rows.pop("index")]
-        hover = [("", "@run"), *TIMES, ("loss", "@loss{0.0000}"), ("smoothed", "@smooth{0.0000}")]
+        hover = [*TIMES, ("loss", "@loss{0.0000}"), ("smoothed", "@smooth{0.0000}")]
         columns = source(rows, history)
         plot.line("step", "loss", source=columns, color=train, alpha=0.35, line_width=1)
         line = plot.line("step", "smooth", source=columns, color=train, line_width=2)
@@ -80,7 +91,7 @@ def loss_figure(histories: Sequence[History], axis: str) -> Figure:
         columns = source(rows, history)
         plot.line("step", "val_loss", source=columns, color=validation, line_width=2)
         dots = plot.scatter("step", "val_loss", source=columns, color=validation, size=7)
-        hover = [("", "@run"), *TIMES, ("validation loss", "@val_loss{0.0000}")]
+        hover = [*TIMES, ("validation loss", "@val_loss{0.0000}")]
         hover += [("perplexity", "@perplexity{0.00}"), ("bits per byte", "@bits_per_byte{0.0000}")]
         add_hover(plot, dots, hover, "mouse")
     for history in histories:
@@ -92,19 +103,21 @@ def small_figure(
     histories: Sequence[History], column: str, title: str, factor: float, shape: str
 ) -> Figure:
     """One column of what is logged at each step."""
-    from bokeh.models import PrintfTickFormatter
+    from bokeh.models import CustomJSTickFormatter, NumeralTickFormatter
 
     plot = new_figure(column, 220, title)
     plot.y_range.start = 0  # a speed that hardly moves shall look like one
     if column == "lr":
-        plot.yaxis.formatter = PrintfTickFormatter(format="%.1e")
+        plot.yaxis.formatter = CustomJSTickFormatter(code=PLAIN_NUMBER)
+    if column == "tokens_per_second":
+        plot.yaxis.formatter = NumeralTickFormatter(format="0.[0]a")  # 10k
     for number, history in enumerate(histories):
         rows = drawn_rows(history.steps, column)
         del rows["index"]
         rows[column] = [None if y is None else factor * y for y in rows[column]]
         colour = colours_of(number, len(histories))[0]
         line = plot.line("step", column, source=source(rows, history), color=colour, line_width=2)
-        add_hover(plot, line, [("", "@run"), *TIMES, (title, f"@{column}{{{shape}}}")], "vline")
+        add_hover(plot, line, [*TIMES, (title, f"@{column}{{{shape}}}")], "vline")
     for history in histories:
         add_events(plot, history)
     return plot
@@ -120,7 +133,7 @@ def bits_figure(histories: Sequence[History]) -> Figure:
         plot.line("step", "bits_per_byte", source=columns, color=colour, line_width=2)
         dots = plot.scatter("step", "bits_per_byte", source=columns, color=colour, size=7)
         shape = "@bits_per_byte{0.0000}"
-        add_hover(plot, dots, [("", "@run"), *TIMES, ("bits per byte", shape)], "mouse")
+        add_hover(plot, dots, [*TIMES, ("bits per byte", shape)], "mouse")
     return plot
 
 
@@ -145,8 +158,15 @@ def new_figure(name: str, height: int, title: str = "", **options: Any) -> Figur
     )
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
     plot.xgrid.grid_line_color = None
+    plot.xaxis.ticker.desired_num_ticks = 8 if height > 300 else 5
+    for axis in (plot.xaxis, plot.yaxis):
+        axis.axis_label_text_font = axis.major_label_text_font = FONT
+        axis.axis_label_text_font_style = "normal"
+    if title:
+        plot.title.text_font = FONT
     plot.toolbar.logo = None
     plot.min_border_right = 16
+    plot.min_border_left = 48  # charts below each other begin at one line
     return plot
 
 
@@ -158,9 +178,13 @@ def colours_of(number: int, runs: int) -> tuple[str, str]:
 
 
 def add_hover(plot: Figure, line: Any, tips: list[tuple[str, str]], mode: str) -> None:
+    """Where the line is pointed at, these: (name, value with @column in it)."""
     from bokeh.models import HoverTool
 
-    plot.add_tools(HoverTool(renderers=[line], tooltips=tips, mode=mode, visible=False))
+    rows = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in tips)
+    box = f"<b>@run</b><table>{rows}</table>{TIP_STYLE}"
+    tool = HoverTool(renderers=[line], tooltips=box, mode=mode, show_arrow=False, visible=False)
+    plot.add_tools(tool)
 
 
 def add_events(plot: Figure, history: History) -> None:
@@ -179,7 +203,7 @@ def add_events(plot: Figure, history: History) -> None:
             }
             lines = plot.vspan("step", source=source(columns, history), color=colour)
             lines.glyph.line_dash, lines.glyph.line_width = "dashed", 1.5
-            add_hover(plot, lines, [("", "@run"), ("step", "@step"), ("", "@text")], "mouse")
+            add_hover(plot, lines, [("step", "@step{0,0}"), ("", "@text")], "mouse")
 
 
 def restart_texts(history: History) -> list[tuple[int, str]]:

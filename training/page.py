@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from training.charts import COLOURS, Charts, note_texts, restart_texts
+from training.charts import COLOURS, NOTE_COLOUR, START_COLOUR, Charts, note_texts, restart_texts
 from training.config import OPTIONS, Config
 from training.history import Entry, History
 from training.logger import clock_text, percent, short
@@ -21,12 +21,12 @@ MOST_SNAPSHOTS = 12  # shown, evenly spread, the first and the last among them
 def status(history: History) -> str:
     """How far the run is, and when that was written."""
     steps, last = history.max_steps, history.last_step
-    state = "all steps done" if last >= steps else f"{last / steps:.0%}"
-    written = time.strftime("%Y-%m-%d %H:%M:%S")
-    return (
-        f'<p class="soft">step {last:,} of {steps:,}, {state}; written {written}, '
-        "and again at every evaluation: reload for a newer one</p>"
-    )
+    written = time.strftime("%Y-%m-%d %H:%M")
+    if last >= steps:
+        state, again = "all steps done", ""
+    else:
+        state, again = f"{last / steps:.0%}", ", and anew at every evaluation: reload for it"
+    return f'<p class="soft">step {last:,} of {steps:,}, {state}; written {written}{again}</p>'
 
 
 def tiles(history: History) -> str:
@@ -59,10 +59,9 @@ def comparison(histories: Sequence[History]) -> str:
     rows = []
     for number, history in enumerate(histories):
         best, last = history.best, history.steps[-1] if history.steps else {}
-        colour = COLOURS[number % len(COLOURS)]
         rows.append(
             [
-                f'<span class="legend"><i style="color:{colour}"></i></span>{escape(history.name)}',
+                key(COLOURS[number % len(COLOURS)], "", history.name),
                 f"{history.last_step:,} of {history.max_steps:,}",
                 figure(best, "val_loss", ".4f"),
                 figure(best, "bits_per_byte", ".4f"),
@@ -76,16 +75,21 @@ def comparison(histories: Sequence[History]) -> str:
 
 def curves(histories: Sequence[History], charts: Charts) -> str:
     """The buttons, the legend and all charts."""
-    theme = choice("theme", {"light": "light", "dark": "dark"}, "light")
     axis = choice("axis", {"step": "steps", "tokens": "tokens", "minutes": "time"}, "step")
     scale = choice("scale", {"linear": "linear", "log": "log"}, "linear")
     rest = (f"<div>{div}</div>" for name, div in charts.divs.items() if "loss" not in name)
     return (
-        f'<h2>Loss</h2><div class="bar">{axis}{scale}{theme}{legend(histories)}</div>\n'
+        f'<h2>Loss</h2><div class="bar">{axis}{scale}{legend(histories)}</div>\n'
         f'<div class="chart" id="loss-linear">{charts.divs["loss-linear"]}</div>\n'
         f'<div class="chart" id="loss-log" hidden>{charts.divs["loss-log"]}</div>\n'
         f'<div class="charts">{"".join(rest)}</div>'
     )
+
+
+def heading(title: str) -> str:
+    """The page's title, and beside it the choice of its colours."""
+    theme = choice("theme", {"light": "light", "dark": "dark"}, "light")
+    return f"<header><h1>{escape(title)}</h1>{theme}</header>"
 
 
 def choice(sets: str, values: dict[str, str], pressed: str) -> str:
@@ -105,15 +109,16 @@ def legend(histories: Sequence[History]) -> str:
     else:
         keys = [(COLOURS[0], "", "training, smoothed"), (COLOURS[0], "thin", "as logged")]
         keys.append((COLOURS[1], "", "validation"))
-        if restart_texts(histories[0]):
-            keys.append((COLOURS[5], "dashed", "taken up again"))
-        if note_texts(histories[0]):
-            keys.append((COLOURS[4], "dashed", "a warning"))
-    items = (
-        f'<span><i class="{kind}" style="color:{c}"></i>{escape(text)}</span>'
-        for c, kind, text in keys
-    )
-    return f'<div class="legend">{"".join(items)}</div>'
+    if any(restart_texts(history) for history in histories):
+        keys.append((START_COLOUR, "dashed", "taken up again"))
+    if any(note_texts(history) for history in histories):
+        keys.append((NOTE_COLOUR, "dashed", "a warning"))
+    return f'<div class="legend">{"".join(key(*shown) for shown in keys)}</div>'
+
+
+def key(colour: str, kind: str, text: str) -> str:
+    """A piece of a line, and what it stands for."""
+    return f'<span class="key"><i class="{kind}" style="color:{colour}"></i>{escape(text)}</span>'
 
 
 def events(histories: Sequence[History]) -> str:
@@ -124,7 +129,7 @@ def events(histories: Sequence[History]) -> str:
             first = entry.get("attempt", 1) == 1
             what = entry.get("note") or ("began" if first else "taken up again")
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.get("time", 0)))
-            when = f'<span class="mono">{when.replace(" ", "&nbsp;")}</span>'
+            when = f'<span class="mono">{when}</span>'
             name = [escape(history.name)] if len(histories) > 1 else []
             rows.append([*name, f"{entry['step']:,}", when, escape(str(what))])
     titles = [*(["run"] if len(histories) > 1 else []), "step", "when", "what"]
@@ -134,10 +139,12 @@ def events(histories: Sequence[History]) -> str:
 def samples(histories: Sequence[History]) -> str:
     """The same prompt at each evaluation; of several runs, at each one's last."""
     if len(histories) > 1:
+        title = "Samples, the last of each run"
         shown = [
             (history.name, history.snapshots[-1]) for history in histories if history.snapshots
         ]
     else:
+        title = "Samples from one prompt, the newest first"
         losses = {entry["step"]: entry["val_loss"] for entry in histories[0].evaluations}
         shown = []
         for entry in reversed(spread(histories[0].snapshots)):
@@ -151,7 +158,6 @@ def samples(histories: Sequence[History]) -> str:
         cards.append(f'<div class="card"><b>{escape(name)}</b><pre>{marked}</pre></div>')
     if not cards:
         return ""
-    title = "Samples from one prompt, the newest first"
     return f'<h2>{title}</h2><div class="cards">{"".join(cards)}</div>'
 
 
@@ -198,7 +204,7 @@ def commands(history: History) -> str:
         ("sample", sample),
         ("this report, or a comparison with another run", f"python -m tools.report {run}"),
     ]
-    shown = (f'{name}<pre class="command">{escape(text)}</pre>' for name, text in lines)
+    shown = (f'<div class="command">{name}<pre>{escape(text)}</pre></div>' for name, text in lines)
     return f"<h2>Commands</h2>{''.join(shown)}"
 
 
@@ -221,7 +227,7 @@ def config_table(config: Config) -> str:
     )
     return (
         '<h2>Config</h2><p class="soft">Marked: other than the default. '
-        '<label><input type="checkbox" id="changes-only"> these only</label></p>'
+        '<label class="bar-only"><input type="checkbox" id="changes-only"> these only</label></p>'
         f'<div class="sections">{"".join(tables)}</div>'
     )
 
@@ -271,6 +277,8 @@ def shown_value(value: Any) -> str:
     """A value as it would be typed; a whole number with its thousands apart."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

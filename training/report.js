@@ -21,6 +21,18 @@ function paint() {
   }
 }
 
+// A canvas is not drawn anew for the paper: as it is on the screen it is made as wide as its place,
+// which is the paper, between margins of 1 cm or so, or half of it.
+const PAPER = 700;
+function fitCharts(paper) {
+  const all = [...document.querySelectorAll(".chart, .charts > div")];
+  const widths = all.map((chart) => chart.clientWidth);
+  all.forEach((chart, i) => {
+    const place = chart.className === "chart" ? paper : (paper - 24) / 2;
+    chart.style.zoom = paper && widths[i] ? place / widths[i] : "";
+  });
+}
+
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   if (window.Bokeh) paint();
@@ -164,8 +176,12 @@ function start() {
   addEventListener("beforeprint", () => {
     before = document.documentElement.dataset.theme;
     setTheme("light");
+    fitCharts(PAPER);
   });
-  addEventListener("afterprint", () => setTheme(before));
+  addEventListener("afterprint", () => {
+    setTheme(before);
+    fitCharts(null);
+  });
   press();
   const painted = setInterval(() => {
     if (!window.Bokeh || !plots().length) return;

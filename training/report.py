@@ -53,7 +53,7 @@ def make_page(histories: Sequence[History], charts: Charts) -> str:
     only = histories[0] if len(histories) == 1 else None
     title = " + ".join(history.name for history in histories)
     blocks = [
-        f"<h1>{page.escape(title)}</h1>",
+        page.heading(title),
         page.status(only) if only else page.comparison(histories),
         page.tiles(only) if only else "",
         page.curves(histories, charts),
