@@ -172,7 +172,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, backend: str = "sdpa") -> None:
         super().__init__()
         C, D = config.d_model, config.d_head
-        self.layer, self.d_head, self.dropout = layer, D, config.dropout
+        self.layer, self.d_head, self.dropout = layer, D, config.attention_p
         self.attend = ATTENTION[backend]
         self.q_proj = nn.Linear(C, config.n_heads * D, bias=config.bias)
         self.k_proj = nn.Linear(C, config.n_kv_heads * D, bias=config.bias)

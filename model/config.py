@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+DROPOUTS = ("dropout", "attention_dropout")  # options of training, not of the weights
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -29,6 +31,9 @@ class ModelConfig:
     qk_norm: Annotated[bool, "RMS-normalise queries and keys per head"] = True
     bias: Annotated[bool, "biases in linear layers and LayerNorm"] = False
     dropout: Annotated[float, "dropout probability in training"] = 0.0
+    attention_dropout: Annotated[
+        float | None, "of the attention weights; as dropout unless given (0 is faster)"
+    ] = None
     tie_embeddings: Annotated[bool, "the head uses the embedding's weights"] = False
 
     def problems(self) -> list[str]:
@@ -41,8 +46,9 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"model.{name}={value}: must be at least 1 (or none: derived)")
-        if not 0.0 <= self.dropout < 1.0:
-            found.append(f"model.dropout={self.dropout}: must be in [0, 1)")
+        for name in DROPOUTS:
+            if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
+                found.append(f"model.{name}={getattr(self, name)}: must be in [0, 1)")
         for name in ("norm_eps", "rope_theta"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 found.append(f"model.{name}={getattr(self, name)}: must be above 0")
@@ -90,6 +96,11 @@ class ModelConfig:
             d_mlp=self.d_mlp or self._default_d_mlp(),
             vocab_size=self.vocab_size or vocab_size,
         )
+
+    @property
+    def attention_p(self) -> float:
+        """The probability that an attention weight is dropped in training."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     def _default_d_mlp(self) -> int:
         if self.mlp != "swiglu":

@@ -96,7 +96,7 @@ def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
         "activation_function": GELUS[config.mlp],
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
+        "attn_pdrop": config.attention_p,
     }
 
 
@@ -122,7 +122,7 @@ def _write_rotary(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": config.bias,
         "mlp_bias": config.bias,
-        "attention_dropout": config.dropout,
+        "attention_dropout": config.attention_p,
         # transformers 5 reads the first, those before it and other programs the other two.
         "rope_parameters": {
             "rope_theta": config.rope_theta,

@@ -159,3 +159,25 @@ def test_queries_and_keys_are_normalised_per_head_before_they_are_rotated():
     torch.testing.assert_close(k.norm(dim=-1), torch.full((2, 2, 5), 3 * math.sqrt(6)))
     assert v.norm(dim=-1).std() > 0.01
     assert not torch.allclose(q, layer.project(x, rotation=None)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"dropout": 0.2}, 0.2),
+        ({"dropout": 0.2, "attention_dropout": 0.0}, 0.0),
+        ({"attention_dropout": 0.3}, 0.3),
+    ],
+)
+def test_attention_weights_may_have_a_dropout_of_their_own(options, expected):
+    layer = CausalSelfAttention(ModelConfig(n_heads=2, d_model=8, **options).resolved(5), 0)
+    asked, attend = [], layer.attend
+
+    def watch(q, k, v, **given):
+        asked.append(given["dropout_p"])
+        return attend(q, k, v, **given)
+
+    layer.attend = watch
+    layer.train()(torch.zeros(1, 3, 8), None)
+    layer.eval()(torch.zeros(1, 3, 8), None)
+    assert asked == [expected, 0.0]

@@ -167,6 +167,7 @@ def test_the_command_line_beats_the_file_and_the_file_the_default(load, capsys):
         (["--n_heads=4", "--d_model=20"], "must be even"),
         (["--dropout=1.5"], "model.dropout=1.5"),
         (["--dropout=-0.1"], "model.dropout=-0.1"),
+        (["--attention_dropout=1"], "model.attention_dropout=1"),
         (["--n_layers=0"], "model.n_layers=0"),
         (["--context_length=0"], "model.context_length=0"),
         (["--vocab_size=0"], "model.vocab_size=0"),

@@ -98,12 +98,12 @@ def test_operations_of_a_token_by_hand():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's own setting")
 def test_memory_that_was_freed_is_there_for_the_next_step():
-    """64 MB taken and freed 10 times, after the heap has grown: no page is faulted in again."""
+    """32 MB taken and freed 10 times, after the heap has grown: no page is faulted in again."""
     assert keep_freed_memory()
-    pages = 64 * 2**20 // resource.getpagesize()
+    pages = 32 * 2**20 // resource.getpagesize()
     for _ in range(20):
-        torch.ones(16 * 2**20)
+        torch.ones(8 * 2**20)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
-        torch.ones(16 * 2**20)
+        torch.ones(8 * 2**20)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages

@@ -93,13 +93,14 @@ def keep_freed_memory() -> bool:
     """Have the C library keep what is freed for the next step; False where it has no such setting.
 
     glibc gives large blocks back at once, and a training step frees all its activations: each step
-    would fault its memory in again, page by page (5 to 15% of a step on a CPU).
+    would fault its memory in again, page by page (5 to 15% of a step on a CPU). The largest blocks,
+    logits, still go back: what is kept could not be joined for them, and the peak would be higher.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    trim_threshold, mmap_threshold, most = -1, -3, 2**31 - 1  # <malloc.h>
-    return bool(mallopt(mmap_threshold, most) and mallopt(trim_threshold, most))
+    trim_threshold, mmap_threshold = -1, -3  # <malloc.h>
+    return bool(mallopt(mmap_threshold, 2**26) and mallopt(trim_threshold, 2**31 - 1))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
 
+from model.config import DROPOUTS
 from training.config import OPTIONS, Config, differences
 
 # Free: nothing that the run computes depends on it.
@@ -71,7 +72,8 @@ def _is_open(asked: Config, name: str, value: Any) -> bool:
     if value is None or value == "auto":
         return True
     brought = name.startswith("model.") or name == "data.tokenizer"
-    inherited = bool(asked.run.init_from) and brought and name != "model.dropout"
+    free = name.removeprefix("model.") in DROPOUTS
+    inherited = bool(asked.run.init_from) and brought and not free
     return inherited and value == OPTIONS[name.partition(".")[2]].default
 
 

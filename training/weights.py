@@ -18,7 +18,7 @@ from data.config import DataConfig
 from data.options import ConfigError
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import huggingface
-from model.config import ModelConfig
+from model.config import DROPOUTS, ModelConfig
 from model.gpt import GPT
 from training.checkpoint import MANIFEST, find_checkpoint, load_model_tensors
 from training.config import Config
@@ -103,11 +103,11 @@ def inherit_model(config: Config, say: Say) -> Config:
     if not config.run.init_from:
         return config
     source = find_weights(config.run.init_from)
-    asked, default, dropout = config.model, ModelConfig(), config.model.dropout
+    asked, default = config.model, ModelConfig()
     problems, values, followed = [], asdict(source.config), []
     for field in fields(ModelConfig):
         name, want, has = field.name, getattr(asked, field.name), values[field.name]
-        if name == "dropout" or want == has:
+        if name in DROPOUTS or want == has:
             continue
         if name == "context_length" and want < has:
             values[name] = want
@@ -125,7 +125,8 @@ def inherit_model(config: Config, say: Say) -> Config:
         followed.append(f"tokenizer={data.tokenizer}")
     if followed:
         say(f"the weights bring {', '.join(followed)}")
-    return replace(config, model=ModelConfig(**values | {"dropout": dropout}), data=data)
+    values |= {name: getattr(asked, name) for name in DROPOUTS}
+    return replace(config, model=ModelConfig(**values), data=data)
 
 
 def load_first_weights(model: GPT, name: str, tokenizer: Tokenizer) -> None:
