@@ -40,7 +40,8 @@ def bench_memory(*, quick: bool) -> None:
     shape = ModelConfig(n_layers=4, n_heads=4, d_model=256, context_length=1024).resolved(50304)
     batch = 8
     if quick:
-        shape, batch = replace(shape, n_layers=1, d_model=32, d_mlp=64, d_head=8), 2
+        small = {"n_layers": 1, "d_model": 16, "d_mlp": 16, "d_head": 4, "vocab_size": 17_000}
+        shape, batch = replace(shape, **small), 2
     ours, plain = (
         in_fresh_process(memory_of_step, shape, batch, kind) for kind in (GPT, PlainLossGPT)
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from model.config import ModelConfig
-from model.gpt import GPT
+from model.describe import meta_model
 from tools.bench_peer import PeerStep, peer_folder, peer_model
 from tools.bench_step import (
     GPT2_SHAPED,
@@ -109,8 +109,8 @@ def measure(
 
 
 def flops_of_step(one: Size) -> int:
-    with torch.device("meta"):
-        return GPT(one.shape).flops_per_token(one.context_length) * one.batch * one.context_length
+    T = one.context_length
+    return meta_model(one.shape).flops_per_token(T) * one.batch * T
 
 
 def our_step(one: Size) -> Callable[[], float]:

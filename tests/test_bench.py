@@ -1,0 +1,444 @@
+"""The benchmarks at toy size: their arithmetic by hand, their peer played by a stand-in."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import json
+import math
+import pickle
+import re
+import statistics
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+import tools.bench
+from model.config import ModelConfig
+from model.gpt import GPT
+from tools import bench_cost, bench_gpu, bench_peer, bench_runs, bench_step, bench_train
+from tools.bench import MODES, BenchOptions, mode_function
+from tools.bench_loss import Outcome, show_loss, text_loss
+from tools.bench_table import show
+from training.config import load_config
+
+# nanoGPT's files as the benchmarks use them: names, options, what is called and what is written.
+MODEL = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class GPTConfig:
+    block_size: int = 8
+    vocab_size: int = 50304
+    n_layer: int = 1
+    n_head: int = 1
+    n_embd: int = 4
+    dropout: float = 0.0
+    bias: bool = True
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(config.vocab_size))
+        print("number of parameters: 0.00M")
+
+    def forward(self, idx, targets=None):
+        logits = self.logits.expand(*idx.shape, -1)
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        assert (weight_decay, betas, device_type) == (0.1, (0.9, 0.95), "cpu")
+        print("using fused AdamW: False")
+        return torch.optim.SGD(self.parameters(), learning_rate)
+"""
+TRAIN = """
+import pickle, sys
+import numpy as np
+import torch
+from model import GPT, GPTConfig
+
+assert sys.argv[1:] == COMMAND, sys.argv
+data = "data/shakespeare_char/"
+size = pickle.load(open(data + "meta.pkl", "rb"))["vocab_size"]
+ids = np.fromfile(data + "train.bin", dtype=np.uint16)
+about = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, bias=False, dropout=0.0)
+about["vocab_size"] = size
+model = GPT(GPTConfig(**about))
+counts = np.bincount(ids, minlength=size)
+model.logits.data = torch.tensor(counts / counts.sum()).log().float()
+import os
+os.makedirs("out-shakespeare-char", exist_ok=True)
+torch.save({"model": model.state_dict(), "model_args": about}, "out-shakespeare-char/ckpt.pt")
+"""
+
+
+@pytest.fixture
+def peer(tmp_path) -> Path:
+    """A folder that looks like nanoGPT; its model knows how frequent each character is."""
+    folder = tmp_path / "nanoGPT"
+    folder.mkdir()
+    (folder / "model.py").write_text(MODEL)
+    (folder / "train.py").write_text(TRAIN.replace("COMMAND", str(bench_peer.README_COMMAND[1:])))
+    return folder
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """What would run in a process of its own runs in this one."""
+
+    @contextlib.contextmanager
+    def served(make, *arguments):
+        yield make(*arguments)
+
+    monkeypatch.setattr(bench_train, "served", served)
+    monkeypatch.setattr(bench_cost, "in_fresh_process", lambda function, *args: function(*args))
+
+
+def figures(line: str) -> list[float]:
+    """The numbers at the end of a line of a table."""
+    found = []
+    for word in reversed(line.split()):
+        try:
+            found.insert(0, float(word))
+        except ValueError:
+            break
+    return found
+
+
+# Options
+
+
+def test_every_mode_reads_options_and_every_option_has_a_reader():
+    reads = {mode: set(inspect.signature(mode_function(mode)).parameters) for mode in MODES}
+    names = {field.name for field in fields(BenchOptions)}
+    assert set().union(*reads.values()) == names
+    assert all(reads.values())
+    documented = tools.bench.__doc__
+    assert all(f"\n    {mode} " in documented for mode in MODES)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["nothing"], "MODE=nothing: must be one of data, compress"),
+        (["compress", "--seeds=5"], "--seeds: compress does not read it; its options: --source, "),
+        (["train", "--source=x", "--tries=2"], "--source, --tries: train does not read it"),
+        (["loss", "--seeds=0"], "seeds=0: must be at least 1"),
+        (["loss", "--peer=/nowhere"], "peer=/nowhere: no nanoGPT there (train.py, model.py)"),
+        (["train", "--peer=/nowhere"], "peer=/nowhere: no nanoGPT there"),
+        (["data", "--tokenizer=bpe:1"], "data.tokenizer=bpe:1: bpe:N needs"),
+        (["gpu", "--device=cpu"], "device=cpu: far too slow at these sizes; give --quick=true"),
+    ],
+)
+def test_mistakes_are_told(argv, said, command):
+    code, _, err = command(tools.bench.main, *argv)
+    assert code == 2
+    assert err.startswith("error: " + said) or said in err
+    assert len(err.splitlines()) <= 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_line_says_so(command):
+    code, out, err = command(tools.bench.main, "gpu")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: device=cuda: no CUDA GPU here; --device=cpu --quick=true")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_table_is_aligned(capsys):
+    show(["what", "s"], [["a", "1.00"], ["longer", "12.00"]], "note")
+    assert capsys.readouterr().out.splitlines() == [
+        "what        s",
+        "a        1.00",
+        "longer  12.00",
+        "note",
+    ]
+
+
+# Arithmetic
+
+
+def test_flops_of_nanogpts_sizes_by_hand():
+    # 6 (12 L C^2 + V C) + 12 L C T a token, times B T tokens
+    token = 6 * (12 * 4 * 128**2 + 65 * 128) + 12 * 4 * 128 * 64
+    assert bench_train.flops_of_step(bench_train.SIZES["1"]) == token * 12 * 64
+    token = 6 * (12 * 12 * 768**2 + 50304 * 768) + 12 * 12 * 768 * 256
+    assert bench_train.flops_of_step(bench_train.SIZES["3"]) == token * 4 * 256
+
+
+def test_the_models_are_nanogpts():
+    """Without positions: its own count, printed by its examples."""
+    counts = [GPT(bench_train.SIZES[i].shape).parameter_count() for i in ("1", "2")]
+    assert counts[0] - 64 * 128 == 4 * (12 * 128**2 + 2 * 128) + 128 + 65 * 128  # "0.80M"
+    assert counts[1] - 256 * 384 == 6 * (12 * 384**2 + 2 * 384) + 384 + 65 * 384  # "10.65M"
+
+
+def test_shares_and_ratios_by_hand():
+    assert bench_step.share_of_peak(100.0, 2.0, 200.0) == 0.25
+    # Twice the FLOPs in thrice the time; four times in four times.
+    assert bench_cost.time_over_flops([(1.0, 5.0), (3.0, 10.0), (4.0, 20.0)]) == [1.0, 1.5, 1.0]
+
+
+def test_alternating_drops_the_warm_up_and_takes_medians():
+    called = []
+
+    def work(name, values):
+        values = iter(values)
+        return lambda: called.append(name) or next(values)
+
+    works = {"a": work("a", [99, 1, 5, 2]), "b": work("b", [99, 7, 7, 8])}
+    assert bench_step.alternate(works, rounds=3, warmup=1) == {"a": 2, "b": 7}
+    assert called == ["a", "b"] * 4
+
+
+def test_text_loss_is_the_mean_over_every_target():
+    """Targets 1 ... n - 1, those of the short last window too; a model whose loss is the target."""
+    ids = list(range(300))
+    seen = []
+
+    def loss(tokens, targets):
+        assert torch.equal(targets, tokens + 1)
+        seen.append(tokens.shape)
+        return targets.double().mean()
+
+    assert text_loss(loss, ids) == pytest.approx(sum(range(1, 300)) / 299)
+    assert seen == [(4, 64), (1, 43)]
+    assert text_loss(loss, ids[:129]) == pytest.approx(64.5)
+    assert seen[2:] == [(2, 64)]
+
+
+def test_the_table_of_losses_by_hand(capsys):
+    rows = [(10.0, 1.9, 60.0, 2.0), (12.0, 1.7, 50.0, 2.2), (30.0, 1.8, 48.0, 2.1)]
+    show_loss("x.py", [(Outcome(a, b), Outcome(c, d)) for a, b, c, d in rows])
+    lines = capsys.readouterr().out.splitlines()
+    assert figures(lines[1]) == [1, 10.0, 1.9, 60.0, 2.0]
+    assert lines[4].startswith("median")
+    assert figures(lines[4]) == [12.0, 1.8, 50.0, 2.1]
+    assert lines[-1].endswith("0.240")  # 12 / 50
+    show_loss("x.py", [(Outcome(10.0, 1.9), None)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["seed", "s", "loss"]
+    assert "nanoGPT" not in "".join(lines)
+
+
+def test_start_and_processes_by_hand(capsys):
+    bench_runs.show_start("x.py", {"torch": 1.0, "step": 2.25, "help": 0.2})
+    out = capsys.readouterr().out
+    assert [figures(line)[-2:] for line in out.splitlines()[1:4]] == [
+        [1, 1],
+        [2.25, 2.25],
+        [0.2, 0.2],
+    ]
+    assert "1.25 s later" in out
+    bench_runs.show_processes(2, {1: 1000.0, 2: 930.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert figures(lines[1])[-2:] == [1000, 1]
+    assert figures(lines[2]) == [930, 0.93]
+
+
+# The modes
+
+
+def test_loss_beside_a_peer(peer, tiny_folder, tmp_path, command):
+    config = tmp_path / "tiny.py"
+    config.write_text(
+        "from dataclasses import replace\n"
+        "from config.debug import config as base\n"
+        "config = replace(base,\n"
+        "    model=replace(base.model, n_layers=1, d_model=16),\n"
+        "    data=replace(base.data, tokenizer='char', split='tail', val_fraction=0.2,\n"
+        f"        workers=0, prepared_dir={str(tmp_path / 'prepared')!r}),\n"
+        "    run=replace(base.run, max_steps=2, eval_windows=4, dtype='float32', device='cpu'),\n"
+        "    log=replace(base.log, report=False))\n"
+    )
+    source = tiny_folder / "text.txt"
+    before = sorted(peer.rglob("*"))
+    argv = ["loss", f"--config={config}", f"--source={source}", f"--peer={peer}", "--seeds=1"]
+    code, out, err = command(tools.bench.main, *argv)
+    assert code == 0, err
+    assert sorted(peer.rglob("*")) == before  # a copy of it has worked
+    table = out[out.index("seed") :].splitlines()
+    _, _, ours, _, theirs = figures(table[1])
+    text = source.read_text()
+    first = int(0.8 * len(text))
+    train, val = text[:first], text[first:]
+    expected = -statistics.mean(math.log(train.count(c) / len(train)) for c in val[1:])
+    assert theirs == pytest.approx(expected, abs=1e-4)
+    assert ours == pytest.approx(math.log(len(set(text)) + 1), abs=0.5)  # 2 steps from guessing
+
+
+def test_the_peers_data_is_as_its_own_script_writes_it(peer, tmp_path):
+    import numpy as np
+
+    copy = bench_peer.prepared_copy(peer, tmp_path / "copy", "banana", "ab\n")
+    data = copy / "data/shakespeare_char"
+    assert np.fromfile(data / "train.bin", dtype=np.uint16).tolist() == [2, 1, 3, 1, 3, 1]
+    assert np.fromfile(data / "val.bin", dtype=np.uint16).tolist() == [1, 2, 0]
+    assert pickle.loads((data / "meta.pkl").read_bytes()) == {"vocab_size": 4}
+
+
+def test_train_beside_a_peer(peer, in_process, command):
+    code, out, err = command(tools.bench.main, "train", "--quick=true", f"--peer={peer}")
+    assert code == 0, err
+    ms, share, theirs, their_share, ratio = figures(out.splitlines()[1])[-5:]
+    assert ms > 0 and theirs > 0
+    assert 0 <= share <= 1 and 0 <= their_share <= 1
+    assert ratio == pytest.approx(ms / theirs, rel=0.1)
+    alone = command(tools.bench.main, "train", "--quick=true")[1]
+    assert "nanoGPT" not in alone.splitlines()[0]
+
+
+def test_a_process_of_its_own_serves_calls_until_the_block_ends():
+    with bench_step.served(counting, 5) as call:
+        assert [call(), call()] == [5, 6]
+
+
+def counting(first: int):
+    return itertools.count(first).__next__
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_peak_is_that_of_the_work_alone():
+    assert bench_step.in_fresh_process(peak_of_two) == pytest.approx(100e6, rel=0.1)
+
+
+def peak_of_two() -> int:
+    """300 MB before, 100 MB in the work, in two halves of which the first is freed again."""
+    bytearray(b"1") * 300_000_000
+
+    def work():
+        first = bytearray(b"1") * 100_000_000
+        del first
+        return bytearray(b"1") * 50_000_000
+
+    return bench_step.peak_memory(work)
+
+
+def test_memory_ours_against_plain(in_process, command):
+    code, out, err = command(tools.bench.main, "memory", "--quick=true")
+    assert code == 0, err
+    ours, plain = (figures(line)[-1] for line in out.splitlines()[1:3])
+    assert f"ours / plain: {ours / plain:.1f}"[:-1] in out
+
+
+def test_the_plain_loss_is_the_same_number():
+    shape = ModelConfig(n_layers=1, n_heads=2, d_model=16, context_length=8).resolved(40)
+    models = [GPT(shape), bench_cost.PlainLossGPT(shape)]
+    for model in models:
+        model.init_weights(3)
+    tokens = torch.arange(16).view(2, 8)
+    with torch.no_grad():
+        a, b = (float(model(tokens, tokens + 1, reduction="sum")) for model in models)
+    assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_growth_has_a_row_for_each_length_and_width(in_process, command):
+    code, out, err = command(tools.bench.main, "growth", "--quick=true")
+    assert code == 0, err
+    names = [line.split("  ")[0] for line in out.splitlines()[1:5]]
+    assert names == ["T 16", "T 32", "width 16", "width 32"]
+    ratios = [figures(line)[-2] for line in out.splitlines()[1:5]]
+    assert ratios[0] == ratios[2] == 1
+
+
+def test_start_waits_for_a_line_and_no_longer():
+    code = "print('step 1/1', flush=True)\nimport time\ntime.sleep(60)"
+    assert bench_runs.run_seconds(["-c", code], until="step 1/") < 30
+    with pytest.raises(ValueError, match="ended with code 0: no line 'step 1/'"):
+        bench_runs.run_seconds(["-c", "print('another')"], until="step 1/")
+    with pytest.raises(ValueError, match="ended with code 3: last words"):
+        bench_runs.run_seconds(
+            ["-c", "import sys; print('x\\nlast words', file=sys.stderr); sys.exit(3)"]
+        )
+
+
+def test_processes_run_alike_but_for_ranks(tmp_path, monkeypatch, tiny_folder, command):
+    config = tmp_path / "tiny.py"
+    config.write_text(
+        "from training.config import Config, DataConfig\n"
+        "config = Config(data=DataConfig(source="
+        f"{str(tiny_folder / 'text.txt')!r}, tokenizer='byte', workers=0,\n"
+        f"    prepared_dir={str(tmp_path / 'prepared')!r}))\n"
+    )
+    ran = []
+
+    def run_seconds(argv, **options):
+        first = argv.index(bench_runs.TRAIN)
+        run = load_config(argv[first + 1 :])
+        world = next((int(a[-1]) for a in argv[:first] if a.startswith("--nproc")), 1)
+        ran.append((world, run.run.threads, run.parallel.reduction, run.run.max_steps))
+        rates = [1.0, 300.0 / world, 500.0 / world]  # the first is warm-up
+        lines = [json.dumps({"step": i + 1, "tokens_per_second": r}) for i, r in enumerate(rates)]
+        Path(run.run.out_dir, "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        return 1.0
+
+    monkeypatch.setattr(bench_runs, "run_seconds", run_seconds)
+    argv = ["processes", f"--config={config}", "--cores=4", "--tries=2", "--steps=30"]
+    code, out, err = command(tools.bench.main, *argv)
+    assert code == 0, err
+    assert ran == [(1, 4, "auto", 30), (4, 1, "exact", 30)] * 2
+    assert figures(out.splitlines()[-3])[-2:] == [400, 1]
+    assert figures(out.splitlines()[-2]) == [100, 0.25]
+
+
+# The GPU's, on a CPU
+
+
+def test_the_gpu_table_at_toy_size(command):
+    code, out, err = command(tools.bench.main, "gpu", "--device=cpu", "--quick=true")
+    assert code == 0, err
+    rows = {line.split("  ")[0]: line for line in out.splitlines()[1:]}
+    for backend in ("reference", "tiled", "sdpa", "sdpa MATH"):
+        for dtype in ("float32", "bfloat16"):
+            assert "ok 4/4" in rows[f"attention {backend}, {dtype}"]
+    assert "no kernel" in rows["attention sdpa CUDNN, float32"]
+    assert "TFLOP/s" in rows["matrix product, bfloat16"]
+    for row in ("decoding toy, float32", "training toy, 2 x 32, bfloat16"):
+        measured, limit = map(float, re.findall(r"(\S+) tokens/s", rows[row]))
+        assert float(rows[row].split()[-2]) == pytest.approx(measured / limit, abs=0.01)
+
+
+def wrong(q, k, v, *, causal):
+    """Right forward and a wrong gradient of k."""
+    out, weights = bench_gpu.ATTENTION["sdpa"](q, k, v, causal=causal)
+    return out + 0.01 * (k - k.detach()).sum(), weights
+
+
+def test_a_wrong_gradient_is_found(command, monkeypatch):
+    monkeypatch.setitem(bench_gpu.ATTENTION, "tiled", wrong)
+    code, out, _ = command(tools.bench.main, "gpu", "--device=cpu", "--quick=true")
+    assert code == 1
+    assert [line.split(",")[0] for line in out.splitlines() if "WRONG" in line] == [
+        "attention tiled"
+    ] * 2
+
+
+def test_verdicts_by_hand():
+    assert bench_gpu.attention_row("x", [0.01, 0.02], 0.03)[1:4] == ["2.0e-02", "3e-02", "ok 2/4"]
+    assert bench_gpu.attention_row("x", [0.01, 0.04], 0.03)[3] == "WRONG"
+    assert bench_gpu.attention_row("x", [float("inf")], 0.03)[3] == "WRONG"
+    assert bench_gpu.attention_row("x", [], 0.03)[3] == "no kernel"
+
+
+def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
+    tried = []
+
+    def seconds(shape, batch, device):
+        tried.append(batch)
+        if batch > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 0.5, 1000  # 4 windows of 32 in half a second: 256 tokens/s of 1,000 FLOPs
+
+    monkeypatch.setattr(bench_gpu, "seconds_of_training", seconds)
+    shape = ModelConfig(context_length=32, vocab_size=8)
+    cpu = torch.device("cpu")
+    row = bench_gpu.train_row("m", shape, (16, 8, 4, 2), cpu, peak=1e6)
+    assert tried == [16, 8, 4]
+    assert row[:4] == ["training m, 4 x 32, bfloat16", "256 tokens/s", "1000 tokens/s", "0.26"]
+    assert bench_gpu.train_row("m", shape, (16, 8), cpu, peak=1e6)[1] == "does not fit"
