@@ -1,5 +1,6 @@
-"""Backward passes written by hand, for training on a CPU. The formulas are in layers.py, rope.py
-and gpt.py; tests hold these to autograd. Nothing here is needed to understand the model.
+"""Written by hand for training on a CPU: backward passes, and dropout's draws. The formulas are in
+layers.py, rope.py and gpt.py; tests hold these to autograd. Nothing here is needed to understand
+the model.
 
 Run one operation at a time, a norm, a rotation or a loss is bound by memory: each operation reads
 and writes everything again. Written by hand, forward and backward need fewer passes. (On GPUs
@@ -88,3 +89,25 @@ class CrossEntropyFunction(Function):
         grad = (grad * counts)[:, None]  # (N, 1)
         dlogits = log_p.exp_().mul_(grad)
         return dlogits.scatter_add_(1, index, -grad), None, None
+
+
+class DropoutFunction(Function):
+    """x with each element 0 with probability p, rounded to 1/65536, the others divided by 1 - p.
+
+    PyTorch draws 53 random bits for each element, one after the other. Here a draw of 64 decides
+    on four elements.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, p: float) -> Tensor:
+        dropped = min(round(p * 2**16), 2**16 - 1)
+        draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        draws = draws.view(torch.int16)[: x.numel()].view(x.shape)  # -32768 ... 32767
+        mask = (draws >= dropped - 2**15).to(x.dtype).mul_(2**16 / (2**16 - dropped))
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return grad * mask, None

@@ -20,7 +20,7 @@ from model.attention import ATTENTION, CausalSelfAttention, Rotation
 from model.cache import KVCache
 from model.config import ModelConfig
 from model.cpu import CrossEntropyFunction, trains_on_cpu
-from model.layers import MLPS, NORMS
+from model.layers import MLPS, NORMS, Dropout
 from model.rope import Rope
 
 IGNORE_INDEX = -100  # a target that does not count, torch's own default
@@ -40,7 +40,7 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer, attention)
         self.mlp_norm = norm(config.d_model, config.norm_eps, config.bias)
         self.mlp = MLPS[config.mlp](config)
-        self.drop = nn.Dropout(config.dropout)
+        self.drop = Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
         x = x + self.drop(self.attn(self.attn_norm(x), rotation, cache))
@@ -65,7 +65,7 @@ class GPT(nn.Module):
             if config.position == "learned"
             else None
         )
-        self.drop = nn.Dropout(config.dropout)
+        self.drop = Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config, i, attention) for i in range(config.n_layers))
         self.norm = NORMS[config.norm](config.d_model, config.norm_eps, config.bias)
         self.head = (

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.cpu import RMSNormFunction, trains_on_cpu
+from model.cpu import DropoutFunction, RMSNormFunction, trains_on_cpu
 
 
 class RMSNorm(nn.Module):
@@ -81,6 +81,15 @@ class ReLU2(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.relu(self.up_proj(x))  # (B, T, M)
         return self.down_proj(hidden * hidden)  # a product: pow is slower, forward and backward
+
+
+class Dropout(nn.Dropout):
+    """In training, each element is 0 with probability p, the rest / (1 - p) (Srivastava 2014)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.p > 0 and trains_on_cpu(x):
+            return DropoutFunction.apply(x, self.p)
+        return super().forward(x)
 
 
 NORMS = {"rms": RMSNorm, "layer": LayerNorm}
