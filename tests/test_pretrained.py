@@ -9,9 +9,12 @@ Any other folder of a model that knows the capital of France serves as well.
 from __future__ import annotations
 
 import os
+import random
 import re
+import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +22,10 @@ import sample
 import tools.evaluate
 import tools.export
 import train
+from data import prepare
+from data.config import DataConfig
+from data.meta import read_meta
+from data.tokenizer import load_tokenizer, ready_tokenizer
 from training.folder import read_metrics
 
 pytestmark = pytest.mark.pretrained
@@ -43,6 +50,107 @@ def text(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(TEXT)
     return path
+
+
+# Its tokenizer
+
+SCRIPTS = (
+    "It's the naïve café's 1,234.50€ don't WE'LL 'ſ, ",
+    "Съешь ещё этих мягких французских булок. ",
+    "日本語のテキスト、汉字和標點。한국어 문장입니다. ",
+    "हिन्दी में एक वाक्य। ภาษาไทยไม่มีช่องว่าง ",
+    "العربية من اليمين إلى اليسار ٣٤٥٦ עברית ",
+    "ᚠᛇᚻ ⠓⠑⠇⠇⠕ 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𒀀𒀁 Ⅷ½²₃ ∑∫√∞≠ ",
+    "🙂🏳️‍🌈👩‍👩‍👧‍👦🇫🇷👍🏽 e\u0301\u0300\u0323 ",
+)
+ODD_SPACES = (
+    " ", "  ", "   \n", "\t\t", "\n\n\n", "\u00a0", "\u2003", "\u3000 ", "\u2028", "\x85",
+    "\x0b\x0c", "\u200b", "\u180e", "\ufeff", " " * 37, "\n" * 19, " \n \t",
+)  # fmt: skip
+LIKE_SPECIAL = (
+    "<|endoftext|>", "<|im_start|>user\n", "<|im_end|>", "<|im_", "start|>", "< |endoftext|>",
+    "<s>", "</s>", "[INST]", "<unk>", "<pad>", "<0x41>", "<file_sep>", "<repo_name>",
+)  # fmt: skip
+LIKE_DAMAGE = (
+    "\ufffd", "\ufffd\ufffd?", "Ã©â‚¬â„¢", "ï»¿", "\\xff\\xfe", "\x00", "\x01\x1f\x7f", "\x80\x9f",
+    "\xff", "\ufffe\uffff", "\ue000", "\U0010ffff", "\ud7ff", "Ġword", "▁word", "&#xD800;", "%F0%9F",
+)  # fmt: skip
+
+
+def mixed_text(n_bytes: int = 1_000_000) -> str:
+    """Prose, code, many scripts, emoji, odd white space, what looks special and what looks broken,
+    in pieces of a few characters to a few lines, so that each stands before each other."""
+    rng = random.Random(1)
+    names = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))
+    code = "".join(path.read_text("utf-8") for path in names)
+    kinds = (SCRIPTS, ODD_SPACES, LIKE_SPECIAL, LIKE_DAMAGE)
+    parts: list[str] = []
+    size = 0
+    while size < n_bytes:
+        kind = rng.randrange(7)
+        if kind < 4:
+            part = rng.choice(kinds[kind])
+        elif kind < 6:
+            at = rng.randrange(len(code))
+            part = code[at : at + rng.randrange(1, 200)]
+        else:
+            part = TEXT[rng.randrange(len(TEXT)) :][: rng.randrange(1, 200)]
+        parts.append(part)
+        size += len(part.encode())
+    return "".join(parts).encode()[:n_bytes].decode("utf-8", errors="ignore")
+
+
+@pytest.fixture(scope="module")
+def library(folder):
+    """The package itself, told as we are that special tokens' text is plain text."""
+    from tokenizers import Tokenizer
+
+    library = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.encode_special_tokens = True
+    return library
+
+
+def test_its_tokenizer_gives_the_ids_of_tokenizers(folder, library, tmp_path, figure):
+    text = mixed_text()
+    expected = library.encode(text, add_special_tokens=False).ids
+    tokenizer = ready_tokenizer(f"hf:{folder}")
+    assert tokenizer.encode(text) == expected
+    tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").encode(text) == expected
+    assert tokenizer.decode_bytes(expected) == text.encode()
+    # Were its special tokens read as such, the ids would be others: the text has them.
+    assert not set(expected) & set(tokenizer.special.values())
+    library.encode_special_tokens = False
+    assert set(library.encode(text).ids) & set(tokenizer.special.values())
+    library.encode_special_tokens = True
+    sizes = f"{len(expected):,} ids of {len(text.encode()):,} bytes"
+    figure("ids of mixed text, ours and tokenizers'", f"{sizes}, all equal")
+
+
+def test_prepared_text_has_the_ids_of_tokenizers(folder, library, tmp_path):
+    text = mixed_text()
+    source = tmp_path / "mixed.txt"
+    source.write_bytes(text.encode())
+    config = DataConfig(
+        source=str(source),
+        tokenizer=f"hf:{folder}",
+        val_fraction=0.1,
+        prepared_dir=str(tmp_path / "prepared"),
+        workers=2,
+    )
+    prepared = prepare.prepare(config, say=lambda _: None, progress=False)
+    meta = read_meta(prepared)
+    files = [prepared / shard.file for split in ("train", "val") for shard in meta.of(split)]
+    ids = np.concatenate([np.fromfile(file, meta.id_dtype) for file in files]).tolist()
+    # The tail validates: each side is encoded by itself, and the end-of-text ends the second.
+    tokenizer = ready_tokenizer(f"hf:{folder}")
+    train = tokenizer.decode_bytes(ids[: meta.tokens["train"]]).decode()
+    expected = [
+        library.encode(side, add_special_tokens=False).ids
+        for side in (train, text.removeprefix(train))
+    ]
+    assert text.startswith(train)
+    assert ids == [*expected[0], *expected[1], tokenizer.eot]
 
 
 def test_it_knows_the_capital_of_france(folder, command, figure):
