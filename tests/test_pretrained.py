@@ -73,7 +73,7 @@ LIKE_SPECIAL = (
 )  # fmt: skip
 LIKE_DAMAGE = (
     "\ufffd", "\ufffd\ufffd?", "Ã©â‚¬â„¢", "ï»¿", "\\xff\\xfe", "\x00", "\x01\x1f\x7f", "\x80\x9f",
-    "\xff", "\ufffe\uffff", "\ue000", "\U0010ffff", "\ud7ff", "Ġword", "▁word", "&#xD800;", "%F0%9F",
+    "\xff", "\ufffe\uffff", "\ue000", "\U0010ffff", "\ud7ff", "Ġword", "▁word", "%F0%9F",
 )  # fmt: skip
 
 
