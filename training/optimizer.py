@@ -106,14 +106,39 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     Newton-Schulz iteration with the quintic of Jordan et al. 2024, whose slope at 0 is steep:
     singular values end between about 0.7 and 1.2.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
     wide = matrices.shape[1] <= matrices.shape[2]
     x = matrices if wide else matrices.mT
+    small, large = x.shape[1:]
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(steps):
-        gram = x @ x.mT  # (N, small, small)
-        x = a * x + torch.baddbmm(gram, gram, gram, beta=b, alpha=c) @ x
+    if 2 * small <= large and x.dtype == torch.float32:
+        x = _newton_schulz_by_gram(x, steps)
+    else:
+        for _ in range(steps):
+            x = _quintic(x @ x.mT) @ x
     return x if wide else x.mT
+
+
+def _quintic(gram: Tensor) -> Tensor:
+    """P = a I + b G + c G^2 of G = X X^T; P X is one iteration. (N, small, small)."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    p.diagonal(dim1=1, dim2=2).add_(a)
+    return p
+
+
+def _newton_schulz_by_gram(x: Tensor, steps: int) -> Tensor:
+    """The same iterations of a wide X, (N, small, large), at 0.6 of the time.
+
+    What multiplies X can be found from G alone: after one iteration it is P G P. X itself comes in
+    once at the end. (G holds the squares of singular values: in bfloat16 the small ones were lost.)
+    """
+    gram = x @ x.mT
+    p = product = _quintic(gram)
+    for _ in range(steps - 1):
+        gram = p @ gram @ p
+        p = _quintic(gram)
+        product = p @ product
+    return product @ x
 
 
 class Optimizers:
