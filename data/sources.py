@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import re
 import sysconfig
 from collections import Counter
@@ -177,7 +178,10 @@ def absolute(spec: str) -> Path:
 
 def _stdlib() -> Source:
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [f for f in root.rglob("*.py") if not STDLIB_LEFT_OUT & set(f.relative_to(root).parts)]
+    files: list[Path] = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = set(inside) - STDLIB_LEFT_OUT  # not walked: site-packages may be huge
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     return Source("stdlib", root, _sorted(files, root))
 
 
