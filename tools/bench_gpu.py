@@ -18,6 +18,7 @@ from data.options import ConfigError
 from model.attention import ATTENTION, Attend, reference_attention
 from model.config import ModelConfig
 from model.gpt import GPT
+from tools.bench_decode import bandwidth_bound, decode_speed
 from tools.bench_step import random_batch, share_of_peak, step_seconds, training_setup
 from tools.bench_table import show
 from training.config import load_config
@@ -164,8 +165,6 @@ def peak_row(device: torch.device, peak: float) -> list[str]:
 
 def decode_row(device: torch.device, work: Work) -> list[str]:
     """Decoding of the first model."""
-    from tools.bench_decode import bandwidth_bound, decode_speed
-
     name, (shape, _) = next(iter(work.models.items()))
     model = GPT(shape.resolved(shape.vocab_size))
     model.init_weights(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,7 +30,11 @@ from training.hardware import measured_peak
 
 @dataclass(frozen=True)
 class Size:
-    """A model, the windows of a step, and the steps that are timed."""
+    """A model, the windows of a step, the steps that are timed, and how many of them in a row.
+
+    Short steps are timed several in a row: for some ms after its turn, the other side's threads
+    still wait busily for work.
+    """
 
     n_layers: int
     d_model: int
@@ -38,6 +43,7 @@ class Size:
     vocab_size: int
     batch: int
     steps: int
+    in_a_row: int = 1
 
     @property
     def shape(self) -> ModelConfig:
@@ -56,7 +62,7 @@ class Size:
 
 # nanoGPT's CPU and GPU examples for Shakespeare, and GPT-2's smallest model.
 SIZES = {
-    "1": Size(4, 128, 4, context_length=64, vocab_size=65, batch=12, steps=200),
+    "1": Size(4, 128, 4, context_length=64, vocab_size=65, batch=12, steps=200, in_a_row=10),
     "2": Size(6, 384, 6, context_length=256, vocab_size=65, batch=16, steps=10),
     "3": Size(12, 768, 12, context_length=256, vocab_size=50304, batch=4, steps=6),
 }
@@ -103,7 +109,7 @@ def measure(
         works = {name: stack.enter_context(served(*maker)) for name, maker in makers.items()}
         machine = (torch.device("cpu"), torch.float32, product, 20)
         before = measured_peak(*machine)
-        seconds = alternate(works, steps, WARMUP)
+        seconds = alternate(works, max(1, steps // one.in_a_row), WARMUP)
         peak = max(before, measured_peak(*machine))
     return seconds, flops_of_step(one), peak
 
@@ -114,10 +120,10 @@ def flops_of_step(one: Size) -> int:
 
 
 def our_step(one: Size) -> Callable[[], float]:
-    """Takes a step and gives its seconds."""
+    """Takes a turn and gives the seconds of a step."""
     setup = training_setup(one.shape, one.batch)
     batch, number = random_batch(setup, one.batch), itertools.count()
-    return lambda: step_seconds(setup, batch, next(number))
+    return median_of(one.in_a_row, lambda: step_seconds(setup, batch, next(number)))
 
 
 def peer_step(one: Size, peer: Path) -> Callable[[], float]:
@@ -126,4 +132,9 @@ def peer_step(one: Size, peer: Path) -> Callable[[], float]:
     rng = torch.Generator().manual_seed(1)
     size = (2, one.batch, one.context_length)
     tokens, targets = torch.randint(one.vocab_size, size, generator=rng)
-    return lambda: seconds_of(lambda: step(tokens, targets))
+    return median_of(one.in_a_row, lambda: seconds_of(lambda: step(tokens, targets)))
+
+
+def median_of(n: int, timed: Callable[[], float]) -> Callable[[], float]:
+    """Calls it n times in a row."""
+    return lambda: statistics.median(timed() for _ in range(n))
