@@ -98,15 +98,12 @@ def generate(
             window = window[:, -max(1, context // 2) :]
             if cache is not None:
                 cache.clear()
-        # Unlike no_grad, inference_mode spares each operation its bookkeeping for autograd.
-        with torch.inference_mode(), inference(model):
-            logits = _last_logits(model, window, cache)  # (B, V)
-            if n_ids is not None:
-                logits[:, n_ids:] = -torch.inf
-            if step == 0 and first_ids:
-                logits = _only(logits, first_ids)
-            ids = sample_next(logits, settings, rng, seen)
-        ids = ids.clone()  # an ordinary tensor again: its reader may change it
+        logits = _last_logits(model, window, cache)  # (B, V)
+        if n_ids is not None:
+            logits[:, n_ids:] = -torch.inf
+        if step == 0 and first_ids:
+            logits = _only(logits, first_ids)
+        ids = sample_next(logits, settings, rng, seen)
         if stop_id is not None:
             ids = torch.where(stopped, stop_id, ids)
             stopped |= ids == stop_id
@@ -134,5 +131,8 @@ def _seen(prompt: Tensor, vocab_size: int) -> Tensor:
 def _last_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tensor:
     """Logits after the window's last token, (B, V); with a cache only what is new is computed."""
     new = window if cache is None else window[:, cache.length :]
-    # Not model(...): a compiled model would be compiled anew for every length.
-    return model.forward(new, cache=cache, last_only=True)[:, -1]
+    # Unlike no_grad, inference_mode spares each operation its bookkeeping for autograd.
+    with torch.inference_mode(), inference(model):
+        # Not model(...): a compiled model would be compiled anew for every length.
+        logits = model.forward(new, cache=cache, last_only=True)
+    return logits[:, -1].clone()  # an ordinary tensor again, that may be changed

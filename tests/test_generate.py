@@ -124,6 +124,13 @@ def test_the_mode_is_restored_before_each_yield():
     assert model.training  # after a failure too
 
 
+def test_ids_are_ordinary_tensors():
+    """Of inference_mode they would be read-only outside, and could not be trained on."""
+    for ids in generate(make_model(), make_prompt(), GREEDY, torch.Generator()):
+        assert not ids.is_inference()
+        ids.zero_()  # the caller's own: nothing that follows is changed
+
+
 def test_each_row_stops_by_itself():
     """Row 0 says the stop id at step 2, row 1 at step 5: it is repeated until both have ended."""
     script = [[3, 9, 4, 4, 4, 4, 4], [5, 5, 6, 6, 9, 4, 4]]
