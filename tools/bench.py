@@ -8,6 +8,7 @@
     processes  tokens per second of N processes of a thread each, beside one with N threads
     memory     peak of a step with a large vocabulary, beside that of plain logits
     growth     time and memory by context length and width, beside the FLOP count
+    decode     tokens per second beside reading the weights, nanoGPT and Hugging Face
     gpu        correctness, MFU, decoding and memory on a GPU
 
 Every figure is a ratio within one run: machines differ, and are noisy.
@@ -32,6 +33,7 @@ MODES = {
     "processes": "runs",
     "memory": "cost",
     "growth": "cost",
+    "decode": "decode",
     "gpu": "gpu",
 }
 
@@ -47,7 +49,7 @@ class BenchOptions:
     config: Annotated[str | None, "loss, start, processes: the config; their own unless given"] = (
         None
     )
-    peer: Annotated[str, "loss, train: a folder of nanoGPT to measure beside ours"] = ""
+    peer: Annotated[str, "loss, train, decode: a folder of nanoGPT to measure beside ours"] = ""
     seeds: Annotated[int, "loss: runs, each of another seed"] = 5
     tries: Annotated[int, "start, processes: runs of each kind, in turn"] = 5
     steps: Annotated[int | None, "train, processes: steps that are timed; enough unless given"] = (
@@ -56,7 +58,7 @@ class BenchOptions:
     size: Annotated[Literal["1", "2", "3", "all"], "train: which of nanoGPT's three sizes"] = "all"
     cores: Annotated[int, "processes: how many, and how many threads for one"] = 2
     device: Annotated[Literal["cuda", "cpu"], "gpu: cpu for a trial of its logic"] = "cuda"
-    quick: Annotated[bool, "train, memory, growth, gpu: toy sizes, to see that it works"] = False
+    quick: Annotated[bool, "train, memory, growth, decode, gpu: toy sizes, to try it"] = False
 
     def problems(self) -> list[str]:
         low = {"copies": 1, "workers": 1, "seeds": 1, "tries": 1, "steps": 1, "cores": 1}
