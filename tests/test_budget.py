@@ -186,7 +186,7 @@ def timed(monkeypatch):
 def test_a_run_is_repeated_exactly_from_its_fits(train_tiny, tmp_path, timed, capsys):
     first, again = tmp_path / "first", tmp_path / "again"
     assert train_tiny(first, time_budget="2s", **OPTIONS) == 0
-    assert "steps: 2s: as many as fit" in capsys.readouterr().out
+    assert "steps: as many as fit into 2s, of 4 x 16 = 64 tokens" in capsys.readouterr().out
     state = find_checkpoint(first, "latest").state
     assert len(state.fits) > 1
     assert state.step == state.fits[-1][1] > 3  # max_steps has no say

@@ -254,16 +254,26 @@ def test_the_plan_of_a_config(command, tmp_path):
     assert "gate_proj" in out
 
 
+@pytest.mark.parametrize("config", sorted((ROOT / "config").glob("*.py")), ids=lambda p: p.stem)
+def test_every_config_that_is_shipped_has_a_plan(config, command, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.hardware.measured_peak", lambda *args, **options: 1e11)
+    code, out, err = command(plan.main, config, f"--prepared_dir={tmp_path}")
+    assert (code, err) == (0, "")
+    assert "memory of a rank, MB        1 rank" in out
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--mfu=2"], "mfu=2.0: must be in (0, 1]"),
+        (["--ranks=8"], "ranks=8: 8 windows in micro-batches of 4 do not spread"),
         (["--ranks", "0"], "ranks=0: must be at least 1"),
         (["--n_layer=3"], "did you mean --model.n_layers?"),
     ],
 )
-def test_mistakes_are_told(command, argv, said):
-    code, out, err = command(plan.main, ROOT / "config/debug.py", *argv)
+def test_mistakes_are_told(command, argv, said, tmp_path):
+    nothing_prepared = f"--prepared_dir={tmp_path}"
+    code, out, err = command(plan.main, ROOT / "config/debug.py", nothing_prepared, *argv)
     assert code == 2
     assert said in err
     assert out == ""

@@ -70,7 +70,13 @@ def main(argv: list[str]) -> int:
     config = load_config(rest, usage=USAGE)
     size, meta, note = vocabulary(config)
     config = replace(config, model=resolved_model(config, size))
-    worlds = [options.ranks] if options.ranks else [1, 8]
+    worlds = [options.ranks] if options.ranks else [w for w in (1, 8) if spreads(config, w)]
+    if options.ranks and not spreads(config, options.ranks):
+        raise ConfigError(
+            f"ranks={options.ranks}: {config.data.global_batch} windows in micro-batches of "
+            f"{config.data.micro_batch or 1} do not spread evenly over them: give another "
+            "--global_batch or --micro_batch"
+        )
 
     from model.describe import meta_model
 
@@ -135,6 +141,12 @@ def resolved_model(config: Config, vocab_size: int) -> Any:
         return config.model.resolved(vocab_size)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def spreads(config: Config, world: int) -> bool:
+    """Whether each of `world` ranks has as many micro-batches as the others, and at least one."""
+    micro = config.data.micro_batch
+    return config.data.global_batch % (world * (micro if isinstance(micro, int) else 1)) == 0
 
 
 def on_ranks(config: Config, world: int, device: str) -> Config:
@@ -215,13 +227,8 @@ def memory_lines(config: Config, worlds: list[int]) -> list[str]:
         device = "cuda"
     plans = []
     for world in worlds:
-        if config.data.global_batch % world == 0:
-            resolved = on_ranks(config, world, device)
-            plans.append((world, resolved, estimate_memory(resolved, world, device)))
-    if not plans:
-        return [
-            f"memory: a global batch of {config.data.global_batch} does not spread over {worlds}"
-        ]
+        resolved = on_ranks(config, world, device)
+        plans.append((world, resolved, estimate_memory(resolved, world, device)))
     titles = [f"{world} rank{'s' * (world > 1)}" for world, _, _ in plans]
     lines = [f"{'memory of a rank, MB':<22}" + "".join(f"{title:>12}" for title in titles)]
     lines[0] += f"    ({device}, {plans[0][1].run.dtype})"

@@ -35,7 +35,7 @@ def introduce(run: Run) -> None:
     steps, count = run.max_steps, f"{run.max_steps:,}"
     epochs = f", {steps * n / len(data.train):.2f} epochs"
     if budget and steps == UNFITTED:
-        count, epochs = f"{budget}: as many as fit, of the", ""
+        count, epochs = f"as many as fit into {budget},", ""
     run.say(
         f"model: {model.parameter_count():,} parameters, {config.model.n_layers} layers of width "
         f"{config.model.d_model}, vocabulary {config.model.vocab_size:,}"
