@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import json
 import math
 import pickle
@@ -294,30 +293,49 @@ def test_train_beside_a_peer(peer, in_process, command):
     assert "nanoGPT" not in alone.splitlines()[0]
 
 
-def test_a_process_of_its_own_serves_calls_until_the_block_ends():
-    with bench_step.served(counting, 5) as call:
-        assert [call(), call()] == [5, 6]
-
-
-def counting(first: int):
-    return itertools.count(first).__next__
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_peak_is_that_of_the_work_alone():
-    assert bench_step.in_fresh_process(peak_of_two) == pytest.approx(100e6, rel=0.1)
+def test_the_peak_is_that_of_the_work_alone_in_a_process_of_its_own():
+    with bench_step.served(peaks, 100_000_000) as call:
+        assert call() == pytest.approx(100e6, rel=0.1)
+        assert call() == pytest.approx(200e6, rel=0.1)
+        with pytest.raises(ValueError, match="no third"):
+            call()
+    with pytest.raises(OSError, match="closed"):
+        call()
 
 
-def peak_of_two() -> int:
-    """300 MB before, 100 MB in the work, in two halves of which the first is freed again."""
-    bytearray(b"1") * 300_000_000
+def peaks(size: int):
+    """Gives the peak of work of 1, then of 2 times `size` bytes; then it fails. Three times as much
+    was used and freed before, half as much after."""
+    sizes = iter([size, 2 * size])
 
-    def work():
-        first = bytearray(b"1") * 100_000_000
-        del first
-        return bytearray(b"1") * 50_000_000
+    def peak() -> int:
+        n = next(sizes, 0)
+        if n == 0:
+            raise ValueError("no third")
+        bytearray(b"1") * (3 * n)
 
-    return bench_step.peak_memory(work)
+        def work():
+            first = bytearray(b"1") * n
+            del first
+            return bytearray(b"1") * (n // 2)
+
+        return bench_step.peak_memory(work)
+
+    return peak
+
+
+def test_a_fresh_process_is_one_that_is_served_once(monkeypatch):
+    asked = []
+
+    @contextlib.contextmanager
+    def served(make, *arguments):
+        asked.append(arguments)
+        yield make(*arguments)
+
+    monkeypatch.setattr(bench_step, "served", served)
+    assert bench_step.in_fresh_process(math.hypot, 3.0, 4.0) == 5.0
+    assert asked == [(math.hypot, 3.0, 4.0)]
 
 
 def test_memory_ours_against_plain(in_process, command):

@@ -6,8 +6,8 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -131,14 +131,14 @@ def _resident(name: str) -> int:
 
 def in_fresh_process(function: Callable[..., Result], *arguments: Any) -> Result:
     """What a module's function returns in a process of its own, which starts with nothing."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=SPAWN) as pool:
-        return pool.submit(function, *arguments).result()
+    with served(partial, function, *arguments) as call:
+        return call()
 
 
 @contextmanager
 def served(make: Callable[..., Callable[[], Result]], *arguments: Any) -> Iterator[Callable]:
     """`make(*arguments)`, a function without arguments, living in a process of its own while the
-    block runs; what is given here calls it there."""
+    block runs; what is given here calls it there, and raises what it raises."""
     here, there = SPAWN.Pipe()
     process = SPAWN.Process(target=_serve, args=(there, make, arguments), daemon=True)
     process.start()
@@ -146,7 +146,10 @@ def served(make: Callable[..., Callable[[], Result]], *arguments: Any) -> Iterat
 
     def call() -> Result:
         here.send("call")
-        return here.recv()
+        result = here.recv()
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     try:
         yield call
@@ -156,10 +159,14 @@ def served(make: Callable[..., Callable[[], Result]], *arguments: Any) -> Iterat
 
 
 def _serve(pipe: Connection, make: Callable[..., Callable[[], Any]], arguments: tuple) -> None:
-    function = make(*arguments)
+    function = None
     while True:
         try:
             pipe.recv()
         except EOFError:
             return
-        pipe.send(function())
+        try:
+            function = function or make(*arguments)
+            pipe.send(function())
+        except Exception as error:
+            pipe.send(error)
