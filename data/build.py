@@ -173,11 +173,12 @@ def _check_splits(plan: Plan, meta: Meta, partial: Path) -> None:
     for number, source in enumerate(plan.sources):
         for split in SPLITS:
             if not meta.of(split, number):
+                other = "" if plan.splits[number].mode == "tail" else "--split=tail, "
                 shutil.rmtree(partial)
                 raise ConfigError(
                     f"data.source={source.spec}: the {split} split is empty "
                     f"(data.split={plan.splits[number].mode}, data.val_fraction="
-                    f"{plan.config.val_fraction}): use more text, --split=tail, or another "
+                    f"{plan.config.val_fraction}): use more text, {other}or another "
                     "--val_fraction"
                 )
 

@@ -175,7 +175,9 @@ def _positional_problems(given: Sequence[str], names: Sequence[str]) -> list[str
     needed = [name for name in names if not name.startswith("[")]
     problems = [f"{name} is missing" for name in needed[len(given) :]]
     if not any(name.rstrip("]").endswith("...") for name in names):
-        problems += [f"unexpected argument {extra!r}" for extra in given[len(names) :]]
+        for extra in given[len(names) :]:
+            meant = f": did you mean --{extra}?" if re.match(r"[a-z_.]+=", extra) else ""
+            problems.append(f"unexpected argument {extra!r}{meant}")
     return problems
 
 

@@ -24,7 +24,7 @@ from typing import Annotated
 from data.bpe import SPLIT_PATTERN
 from data.build import build
 from data.config import DataConfig
-from data.meta import read_meta
+from data.meta import META_FILE, read_meta
 from data.options import ConfigError, parse_sections, run_command
 from data.plan import Say, make_plan
 from data.preview import preview
@@ -143,12 +143,18 @@ def _prepare(
     if has_same_content(folder, record):
         return
     if is_complete(folder):
-        say(f"{config.source} has changed since it was prepared: preparing it anew")
+        name = "standard input" if config.source == STDIN else config.source
+        say(f"{name} has changed since it was prepared: preparing it anew")
     for source in sources:
         if source.note:
             say(f"{source.spec}: {source.note}")
     plan = make_plan(config, sources, weights, tokenizer)
     say(f"prepared {folder}: {summary(build(plan, record, folder, say, progress, shard_bytes))}")
+
+
+def _completed_at(folder: Path) -> int | None:
+    """When a folder was prepared to the end; None if it was not."""
+    return (folder / META_FILE).stat().st_mtime_ns if is_complete(folder) else None
 
 
 @dataclass(frozen=True)
@@ -171,9 +177,9 @@ def main(argv: list[str]) -> int:
     elif actions.verify:
         verify(prepared_folder(config))
     else:
-        was_there = is_complete(prepared_folder(config))
+        before = _completed_at(prepared_folder(config))
         folder = prepare(config)
-        if was_there:
+        if _completed_at(folder) == before:
             print(f"{folder} is there: {summary(read_meta(folder))}")
     return 0
 

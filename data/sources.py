@@ -163,12 +163,21 @@ def open_source(spec: str, stdin_file: Path | None = None) -> Source:
         files = tuple(p for p in map(Path, matches) if p.is_file())
         source = Source(spec, Path(path.anchor), files)
     if not source.files:
-        hint = f" ({source.note})" if source.note else ""
-        raise ConfigError(f"data.source={spec}: no such file, and nothing to read there{hint}")
+        raise ConfigError(f"data.source={spec}: {_why_nothing(spec, path, source.note)}")
     kinds = {kind_of(file) for file in source.files}
     if "ids" in kinds and len(kinds) > 1:
         raise ConfigError(f"data.source={spec}: mixes .bin files of ids with text: name one kind")
     return source
+
+
+def _why_nothing(spec: str, path: Path, note: str) -> str:
+    """Why there is no file to read."""
+    if path.is_dir():
+        return f"the folder holds nothing to read ({note or 'no file at all'})"
+    why = "no file matches" if glob.has_magic(spec) else "no such file or folder"
+    if "+" in spec:
+        why += "; each part of a mixture needs a weight above 0, such as A*0.7+B*0.3"
+    return why
 
 
 def absolute(spec: str) -> Path:

@@ -292,6 +292,7 @@ def test_all_mistakes_are_told_at_once():
         (["[RUN...]"], [], None),
         (["RUN", "OUT"], ["a"], "OUT is missing"),
         ([], ["-5"], "unexpected argument '-5'"),
+        ([], ["lr=3"], "unexpected argument 'lr=3': did you mean --lr=3?"),
     ],
 )
 def test_positional_arguments_are_counted(names, given_, problem):

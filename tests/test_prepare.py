@@ -766,6 +766,29 @@ def test_standard_input_is_a_text(work, monkeypatch):
     assert "has changed" in said[0]
 
 
+def test_text_that_changed_is_told_of_once(work, command, monkeypatch):
+    argv = ["--source=-", "--tokenizer=byte", "--workers=0", f"--prepared_dir={work / 'prepared'}"]
+    outs = []
+    for raw in (TEXT, TEXT, TEXT + "more"):
+        monkeypatch.setattr("sys.stdin", Stdin(raw.encode()))
+        code, out, err = command(main, *argv)
+        assert (code, err.count("error")) == (0, 0)
+        outs.append(out.splitlines())
+    assert [len(lines) for lines in outs] == [1, 1, 2]
+    assert " is there: 1 documents" in outs[1][0]
+    assert outs[2][0] == "standard input has changed since it was prepared: preparing it anew"
+    assert outs[2][1].startswith("prepared ")
+
+
+def test_a_split_is_not_advised_that_is_already_taken(work):
+    (work / "a.txt").write_text("a")
+    said = refusal(options(work))
+    assert "the train split is empty (data.split=tail" in said
+    assert "--split=tail" not in said
+    (work / "a.jsonl").write_text('{"text": "a"}\n')
+    assert "--split=tail" in refusal(options(work, work / "a.jsonl", split="document"))
+
+
 # Mixtures
 
 

@@ -472,3 +472,23 @@ def test_a_long_document_lies_in_one_split():
     long = ["line of text\n" * 300_000, *(f"d{i}" for i in range(60))]
     _, found = split_text("document", 0.3, long)
     assert long[0] in found["train"] + found["val"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("nowhere.txt", "no such file or folder"),
+        ("*.markdown", "no file matches"),
+        ("empty", "the folder holds nothing to read (no file at all)"),
+        ("pictures", "nothing to read (2 files of other kinds left out: 2 x .png)"),
+        ("a.txt*0.7+b.txt", "each part of a mixture needs a weight"),
+    ],
+)
+def test_why_there_is_nothing_to_read(tmp_path, spec, said):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pictures").mkdir()
+    for name in ("a.txt", "b.txt", "pictures/1.png", "pictures/2.png"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(ConfigError) as refused:
+        open_source(str(tmp_path / spec))
+    assert said in str(refused.value)

@@ -60,6 +60,21 @@ def test_a_bar_takes_a_new_length(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
 
 
+def test_a_narrow_terminal_shows_what_is_read_and_leaves_out_the_drawing(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (90, 24))
+    log = RunLogger(tmp_path, max_steps=40, first_step=0)
+    log.advance(20)
+    log.progress(20, 2.0, 1000.0, 0.5, bits_per_byte=2.5, next_evaluation=30)
+    log.close()
+    err = capsys.readouterr().err
+    line = next(line for line in err.replace("\r", "\n").splitlines() if "loss" in line)
+    assert line.startswith("20/40, 00:0")
+    assert " left, loss 2.0000, 2.500 bits per byte, 1k tokens/s, evaluation in 0:" in line
+
+
 # Progress of a real run, worked out again from its own log
 
 

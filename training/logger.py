@@ -43,7 +43,9 @@ class RunLogger:
         from tqdm import tqdm
 
         # smoothing=0: the time left goes by the average, evaluations included, as in `eta`.
-        shape = {"unit": "step", "dynamic_ncols": True, "smoothing": 0}
+        # What is drawn stands last, so that a narrow terminal cuts nothing that is to be read.
+        text = "{n_fmt}/{total_fmt}, {remaining} left{postfix} {bar}"
+        shape = {"bar_format": text, "dynamic_ncols": True, "smoothing": 0}
         total = self.max_steps if self.max_steps < UNKNOWN_STEPS else None
         return tqdm(total=total, initial=self.first_step, **shape)
 
@@ -136,17 +138,18 @@ class RunLogger:
         figures = f"loss {loss:.4f}"
         if bits_per_byte is not None:
             figures += f", {bits_per_byte:.3f} bits per byte"
-        figures += f", {short(tokens_per_second)} tokens/s, MFU {percent(mfu)}"
+        figures += f", {short(tokens_per_second)} tokens/s"
+        used = f", MFU {percent(mfu)}"
         ahead = ""
         if next_evaluation is not None and next_evaluation > step:
             ahead = f", evaluation in {clock_text(self.eta(step, next_evaluation))}"
         if self.bar is not None:
-            self.bar.set_postfix_str(figures + ahead)
+            self.bar.set_postfix_str(figures + ahead + used)
         elif not self.quiet:
             known = self.max_steps < UNKNOWN_STEPS
             of = f"{step}/{self.max_steps}" if known else f"{step}"
             left = f", {clock_text(self.eta(step))} left" if known else ""
-            print(f"step {of}: {figures}{left}{ahead}", flush=True)
+            print(f"step {of}: {figures}{used}{left}{ahead}", flush=True)
 
     def eta(self, step: int, target: int | None = None) -> float:
         """Seconds to the end, or to step `target`, if all goes as this process has gone so far."""
