@@ -185,8 +185,9 @@ class CausalSelfAttention(nn.Module):
         self, x: Tensor, rotation: Rotation, cache: KVCache | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys and values (B, H_kv, S, D); S counts what the cache holds."""
+        B, T, _ = x.shape
         q, k, v = (
-            proj(x).unflatten(-1, (-1, self.d_head))  # (B, T, H or H_kv, D)
+            proj(x).view(B, T, -1, self.d_head)  # (B, T, H or H_kv, D)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = self.q_norm(q), self.k_norm(k)  # while a position's heads lie side by side: faster

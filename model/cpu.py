@@ -19,8 +19,9 @@ def trains_on_cpu(x: Tensor) -> bool:
 
     Compilers, exporters and tracers are given the plain formulas.
     """
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return x.is_cpu and x.requires_grad and not traced
+    if not (x.requires_grad and x.is_cpu):
+        return False
+    return not (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 class RMSNormFunction(Function):

@@ -87,7 +87,9 @@ class Dropout(nn.Dropout):
     """In training, each element is 0 with probability p, the rest / (1 - p) (Srivastava 2014)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.p > 0 and trains_on_cpu(x):
+        if not self.training or self.p == 0:
+            return x
+        if trains_on_cpu(x):
             return DropoutFunction.apply(x, self.p)
         return super().forward(x)
 
