@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import KVCache
-from model.config import ModelConfig
+from model.config import ModelConfig, attention_dropout
 from model.layers import RMSNorm
 from model.rope import apply_rope
 
@@ -172,14 +172,14 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, backend: str = "sdpa") -> None:
         super().__init__()
         C, D = config.d_model, config.d_head
-        self.layer, self.d_head, self.dropout = layer, D, config.attention_p
+        self.layer, self.d_head, self.dropout = layer, D, attention_dropout(config)
         self.attend = ATTENTION[backend]
         self.q_proj = nn.Linear(C, config.n_heads * D, bias=config.bias)
         self.k_proj = nn.Linear(C, config.n_kv_heads * D, bias=config.bias)
         self.v_proj = nn.Linear(C, config.n_kv_heads * D, bias=config.bias)
         self.o_proj = nn.Linear(config.n_heads * D, C, bias=config.bias)
-        self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
 
     def project(
         self, x: Tensor, rotation: Rotation, cache: KVCache | None = None
@@ -190,7 +190,8 @@ class CausalSelfAttention(nn.Module):
             proj(x).view(B, T, -1, self.d_head)  # (B, T, H or H_kv, D)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = self.q_norm(q), self.k_norm(k)  # while a position's heads lie side by side: faster
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)  # a position's heads lie side by side: faster
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or H_kv, T, D)
         if rotation is not None:
             q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
