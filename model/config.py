@@ -97,11 +97,6 @@ class ModelConfig:
             vocab_size=self.vocab_size or vocab_size,
         )
 
-    @property
-    def attention_p(self) -> float:
-        """The probability that an attention weight is dropped in training."""
-        return self.dropout if self.attention_dropout is None else self.attention_dropout
-
     def _default_d_mlp(self) -> int:
         if self.mlp != "swiglu":
             return 4 * self.d_model
@@ -109,3 +104,8 @@ class ModelConfig:
         # rounded up to a multiple that matrix units like.
         step = 64 if self.d_model >= 64 else 8
         return -(-8 * self.d_model // (3 * step)) * step
+
+
+def attention_dropout(config: ModelConfig) -> float:
+    """The probability that an attention weight is dropped in training."""
+    return config.dropout if config.attention_dropout is None else config.attention_dropout

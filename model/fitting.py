@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from model.config import ModelConfig
+from model.config import ModelConfig, attention_dropout
 from model.families import ARCHITECTURES, FolderError
 
 # What a model must be to fit a family: option -> value, or any of several. Options that are not
@@ -96,7 +96,7 @@ def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
         "activation_function": GELUS[config.mlp],
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
-        "attn_pdrop": config.attention_p,
+        "attn_pdrop": attention_dropout(config),
     }
 
 
@@ -122,7 +122,7 @@ def _write_rotary(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": config.bias,
         "mlp_bias": config.bias,
-        "attention_dropout": config.attention_p,
+        "attention_dropout": attention_dropout(config),
         # transformers 5 reads the first, those before it and other programs the other two.
         "rope_parameters": {
             "rope_theta": config.rope_theta,
