@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,13 +17,12 @@ from tools.bench_step import (
     in_fresh_process,
     peak_memory,
     random_batch,
-    step_seconds,
     training_setup,
 )
 from tools.bench_table import show
 from training.step import train_step
 
-TIMED_STEPS = 5
+TIMED_STEPS = 3
 
 
 class PlainLossGPT(GPT):
@@ -75,13 +78,13 @@ def bench_growth(*, quick: bool) -> None:
     by_length = [replace(base, context_length=T) for T in lengths]
     by_width = [replace(base, d_model=C, n_heads=max(1, C // 64)) for C in widths]
     show(
-        ["", "ms a 1,000 tokens", "MFLOPs a token", "time / FLOPs", "KB a token"],
+        ["", "CPU ms a 1,000 tokens", "MFLOPs a token", "time / FLOPs", "KB a token"],
         [
             *growth_rows([f"T {s.context_length}" for s in by_length], by_length, tokens),
             *growth_rows([f"width {s.d_model}" for s in by_width], by_width, tokens),
         ],
         f"{base.n_layers} layers, {tokens} tokens a step; T at width {base.d_model}, widths at T "
-        f"{base.context_length}, heads of width 64",
+        f"{base.context_length}, heads of width 64; CPU time on one thread",
         "time / FLOPs: how much longer a token takes than in the first row, over how many more "
         "FLOPs it has:",
         "below 1 it is cheaper than the count says (which does not halve attention for causality)",
@@ -106,14 +109,24 @@ def time_over_flops(costs: list[tuple[float, float]]) -> list[float]:
     return [(s / seconds) / (f / flops) for s, f in costs]
 
 
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """CPU time that this process spends on `work`."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
 def cost_per_token(shape: ModelConfig, tokens: int) -> tuple[float, int, float]:
-    """(seconds, FLOPs, bytes) that a token of a training step takes."""
+    """(seconds, FLOPs, bytes) that a token of a training step takes.
+
+    CPU time of one thread, for rows are minutes apart: what else runs then does not count.
+    """
+    torch.set_num_threads(1)
     T = shape.context_length
     batch = tokens // T
     setup = training_setup(shape, batch)
     train_step(setup, [random_batch(setup, 1, 8)], 0)
     data = random_batch(setup, batch)
     memory = peak_memory(lambda: train_step(setup, [data], 1))
-    # The quickest: rows are minutes apart, and another process may have run beside one of them.
-    seconds = min(step_seconds(setup, data, 2 + i) for i in range(TIMED_STEPS))
+    seconds = min(cpu_seconds(partial(train_step, setup, [data], i)) for i in range(TIMED_STEPS))
     return seconds / tokens, setup.model.flops_per_token(T), memory / tokens
