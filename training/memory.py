@@ -90,10 +90,9 @@ def bytes_per_token(c: ModelConfig, dtype: str, device: str = "cpu") -> int:
     # A matrix product keeps its input; under autocast each one casts a copy of its own.
     inputs = (3 + up) * HALF * C if dtype != "float32" else 2 * FLOAT * C
     attention = narrow * (2 * A + 2 * K) + FLOAT * c.n_heads  # q, k, v, out, log of the sums
-    if (
-        attention_dropout(c) > 0 and device != "cuda"
-    ):  # PyTorch's kernel there has no dropout: softmax,
-        attention = narrow * (2 * A + 2 * K + 3 * c.n_heads * c.context_length)  # mask, product
+    if attention_dropout(c) > 0 and device != "cuda":
+        # PyTorch's kernel there has no dropout: softmax, mask, product.
+        attention = narrow * (2 * A + 2 * K + 3 * c.n_heads * c.context_length)
     # On CPUs, narrow queries and keys take PyTorch's plain norm, which keeps x and x / rms in
     # float32, and its plain rotation, after which the heads are copied side by side again.
     plain = narrow == HALF and device != "cuda"
