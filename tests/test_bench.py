@@ -19,7 +19,7 @@ import torch
 import tools.bench
 from model.config import ModelConfig
 from model.gpt import GPT
-from tools import bench_cost, bench_gpu, bench_peer, bench_runs, bench_step, bench_train
+from tools import bench_cost, bench_data, bench_gpu, bench_peer, bench_runs, bench_step, bench_train
 from tools.bench import MODES, BenchOptions, mode_function
 from tools.bench_loss import Outcome, show_loss, text_loss
 from tools.bench_table import show
@@ -460,3 +460,8 @@ def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
     assert tried == [16, 8, 4]
     assert row[:4] == ["training m, 4 x 32, bfloat16", "256 tokens/s", "1000 tokens/s", "0.26"]
     assert bench_gpu.train_row("m", shape, (16, 8), cpu, peak=1e6)[1] == "does not fit"
+
+
+def test_the_speed_of_preparation_leaves_out_what_is_done_once():
+    """2 copies of 10 MB in 5 s, 6 in 9 s: 40 MB more in 4 s are 10 MB/s."""
+    assert bench_data.marginal_speed(10.0, (2, 5.0), (6, 9.0)) == pytest.approx(10.0)

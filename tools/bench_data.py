@@ -17,6 +17,7 @@ from data.config import DataConfig
 from data.loader import BatchLoader
 from data.meta import read_meta
 from data.options import ConfigError
+from data.plan import SAMPLE_BYTES
 from data.prepare import prepare
 from data.shards import TokenStream, Windows
 from data.tokenizer import load_tokenizer
@@ -45,29 +46,46 @@ def checked(source: str | None, tokenizer: str) -> DataConfig:
 
 
 def bench_preparation(config: DataConfig, copies: int, folder: Path, cores: int) -> None:
-    """MB/s of `data.prepare` on all cores, against the tokenizer library alone on one."""
+    """MB/s of `data.prepare` on all cores, against the tokenizer library alone on one.
 
-    quiet = {"say": lambda text: None, "progress": False}
-    prepared = prepare(config, **quiet)
+    Starting and training a tokenizer, on a sample of bounded size, cost the same for any text: what
+    `copies` more copies of it take is preparation alone.
+    """
+    prepared = prepare(config, say=lambda text: None, progress=False)
     text = b"".join(text_of(prepared, split) for split in ("train", "val"))
-    source = folder / "text.txt"
+    base = -(-SAMPLE_BYTES // len(text))  # copies that fill the sample
+    alone = library_speed(load_tokenizer(prepared / "tokenizer"), text)
+    short = seconds_to_prepare(config.tokenizer, text, base, folder, cores)
+    long = seconds_to_prepare(config.tokenizer, text, base + copies, folder, cores)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    megabytes = len(text) / 1e6
+    speed = marginal_speed(megabytes, (base, short), (base + copies, long))
+    print(
+        f"preparation on {cores} cores: {base * megabytes:.0f} MB in {short:.1f} s with all that "
+        f"is done once, {copies * megabytes:.0f} MB more at {speed:.2f} MB/s"
+    )
+    print(f"tokenizer library alone, one core: {alone:.2f} MB/s")
+    print(f"ratio: {speed / (alone * cores):.2f} of library x cores; peak memory {peak:.0f} MB")
+
+
+def marginal_speed(size: float, short: tuple[int, float], long: tuple[int, float]) -> float:
+    """Size a second of what `long` has more than `short`, each (copies of the size, seconds)."""
+    return size * (long[0] - short[0]) / max(1e-9, long[1] - short[1])
+
+
+def seconds_to_prepare(tokenizer: str, text: bytes, copies: int, folder: Path, cores: int) -> float:
+    """Wall time of `data.prepare` on some copies of the text, in a process of its own."""
+    source = folder / f"text-{copies}.txt"
     with source.open("wb") as file:
         for _ in range(copies):
             file.write(text)
-    megabytes = copies * len(text) / 1e6
-    # The tokenizer is given, so that its training is not part of the figure.
-    tokenizer = load_tokenizer(prepared / "tokenizer")
-    alone = library_speed(tokenizer, text)
-    command = [sys.executable, "-m", "data.prepare", f"--source={source}"]
-    command += [f"--tokenizer={config.tokenizer}", f"--prepared_dir={folder}"]
-    command += [f"--workers={cores}"]
+    command = [sys.executable, "-m", "data.prepare", f"--source={source}", f"--workers={cores}"]
+    command += [f"--tokenizer={tokenizer}", f"--prepared_dir={folder}"]
     start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    whole = megabytes / (time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    print(f"preparation: {megabytes:.0f} MB on {cores} cores: {whole:.2f} MB/s, all included")
-    print(f"tokenizer library alone, one core: {alone:.2f} MB/s")
-    print(f"ratio: {whole / (alone * cores):.2f} of library x cores; peak memory {peak:.0f} MB")
+    subprocess.run(
+        command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    return time.perf_counter() - start
 
 
 def library_speed(tokenizer, text: bytes, seconds: float = 5.0) -> float:
