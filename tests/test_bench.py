@@ -437,6 +437,15 @@ def test_a_wrong_gradient_is_found(command, monkeypatch):
     ] * 2
 
 
+def test_what_is_not_a_number_is_wrong():
+    def attend(q, k, v, *, causal):
+        return (q + k.mean() + v.mean()) * float("nan"), None
+
+    chosen, cpu = contextlib.nullcontext, torch.device("cpu")
+    errors = list(bench_gpu.attention_errors(attend, chosen, cpu, torch.float32))
+    assert errors == [float("inf")] * len(bench_gpu.CASES)
+
+
 def test_verdicts_by_hand():
     assert bench_gpu.attention_row("x", [0.01, 0.02], 0.03)[1:4] == ["2.0e-02", "3e-02", "ok 2/4"]
     assert bench_gpu.attention_row("x", [0.01, 0.04], 0.03)[3] == "WRONG"
