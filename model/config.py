@@ -58,13 +58,13 @@ class ModelConfig:
 
     def _shape_problems(self) -> list[str]:
         found = []
+        d_head = self.d_head or self.d_model // self.n_heads
         if self.d_head is None and self.d_model % self.n_heads:
             found.append(
                 f"model.d_model={self.d_model} is not a multiple of model.n_heads={self.n_heads}: "
                 "change one of them, or give model.d_head"
             )
-        d_head = self.d_head or self.d_model // self.n_heads
-        if self.position == "rope" and d_head % 2:
+        elif self.position == "rope" and d_head % 2:
             found.append(
                 f"model.d_head={d_head} (width of a head): RoPE rotates pairs, so it must be even"
             )

@@ -594,3 +594,9 @@ def test_a_model_that_came_with_its_weights_stays_as_it_came():
     asked = changed(asked, "model.n_layers", 8)
     assert resume_problems(saved, asked, must=True)[0].startswith("model.n_layers: the run has 9")
     assert resume_problems(replace(saved, run=RunConfig()), Config(), must=True)
+
+
+def test_a_width_that_heads_do_not_divide_is_one_mistake_not_two():
+    """108 / 7 is no width of a head, so that 15 is odd is beside the point."""
+    (problem,) = ModelConfig(d_model=108, n_heads=7).problems()
+    assert "model.d_model=108 is not a multiple of model.n_heads=7" in problem
