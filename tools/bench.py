@@ -44,7 +44,7 @@ class BenchOptions:
 
     source: Annotated[str | None, "text; stdlib, or that of the config, unless given"] = None
     tokenizer: Annotated[str, "data, compress: tokenizer to prepare the text with"] = "bpe:4096"
-    copies: Annotated[int, "data: times the text is repeated for the speed of preparation"] = 8
+    copies: Annotated[int, "data: times the text is repeated for the speed of preparation"] = 24
     workers: Annotated[int | None, "data: processes; all cores unless given"] = None
     config: Annotated[str | None, "loss, start, processes: the config; their own unless given"] = (
         None
