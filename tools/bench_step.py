@@ -28,11 +28,11 @@ from training.step import Setup, train_step
 Result = TypeVar("Result")
 SPAWN = multiprocessing.get_context("spawn")
 
-# GPT-2's architecture, without biases: the default of nanoGPT.
+# nanoGPT's architecture: GPT-2's without biases, and with the exact GELU.
 GPT2_SHAPED = {
     "norm": "layer",
     "norm_eps": 1e-5,
-    "mlp": "gelu",
+    "mlp": "gelu_erf",
     "position": "learned",
     "qk_norm": False,
     "bias": False,
