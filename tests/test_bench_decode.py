@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from peerlib import write_peer
 
 from model.gpt import GPT
 from tools import bench_decode
@@ -114,39 +115,11 @@ def test_the_token_at_a_position_is_the_forward_of_all_before_it(monkeypatch):
     assert keys == [((1, 2, 1, 16), 10, 10)] * 2
 
 
-# nanoGPT's file as the benchmark uses it.
-PEER = """
-from dataclasses import dataclass
-import torch
-from torch import nn
-
-@dataclass
-class GPTConfig:
-    block_size: int = 0
-    vocab_size: int = 0
-    n_layer: int = 0
-    n_head: int = 0
-    n_embd: int = 0
-    dropout: float = 0.1
-    bias: bool = True
-
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-
-    def generate(self, idx, max_new_tokens):
-        assert not self.training
-        print("peer", tuple(idx.shape), max_new_tokens, self.config.n_layer, self.config.bias)
-"""
-
-
 def test_the_table_has_all_rows(tmp_path, capsys, monkeypatch):
     """The command as typed, at toy size, beside a stand-in for nanoGPT."""
     monkeypatch.setattr(bench_decode, "has_transformers", lambda: False)  # seconds to import
-    (tmp_path / "model.py").write_text(PEER)
-    (tmp_path / "train.py").touch()
-    assert main(["decode", "--quick=true", f"--peer={tmp_path}"]) == 0
+    peer = write_peer(tmp_path / "nanoGPT")
+    assert main(["decode", "--quick=true", f"--peer={peer}"]) == 0
     said = capsys.readouterr().out
     assert said.count("peer (1, 4) 8 2 False\n") == 3
     rows = [line.split("  ")[0] for line in said.splitlines()]
