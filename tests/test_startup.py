@@ -19,7 +19,7 @@ from model.gpt import GPT
 from training import startup
 from training.config import Config
 from training.distributed import Ranks
-from training.sections import ParallelConfig, RunConfig
+from training.sections import OptimConfig, ParallelConfig, RunConfig
 
 
 def resolved(world: int = 1, rank: int = 0, said=lambda text: None, **data) -> Config:
@@ -66,6 +66,24 @@ def test_exact_reduction_that_is_impossible_is_refused():
     config = replace(config, data=DataConfig(global_batch=6, micro_batch=2))
     with pytest.raises(ConfigError, match="reduction=exact: 3 ranks must be a power of two"):
         startup.resolve(config, Ranks(0, 3), 300, print)
+
+
+def test_the_optimizer_is_told_in_which_format_the_run_computes():
+    config = replace(resolved(global_batch=8), optim=OptimConfig(optimizer="muon"))
+    for dtype in ("float32", "bfloat16"):
+        of_dtype = replace(config, run=replace(config.run, dtype=dtype))
+        setup = startup.build_setup(of_dtype, GPT(config.model), Ranks(), print)
+        assert setup.optimizers.parts[1].dtype == getattr(torch, dtype)
+
+
+def test_freed_memory_is_kept_by_runs_on_a_cpu_alone(monkeypatch):
+    kept = []
+    monkeypatch.setattr(startup, "keep_freed_memory", lambda: kept.append(True))
+    config = resolved(global_batch=8)
+    startup.prepare_process(replace(config, run=replace(config.run, device="cuda")))
+    assert not kept
+    startup.prepare_process(config)
+    assert kept
 
 
 def test_ranks_that_begin_with_other_weights_are_found(monkeypatch):
@@ -148,9 +166,11 @@ def test_options_that_contradict_the_weights_are_listed(finetune, tmp_path):
 
 
 def test_dropout_and_a_shorter_context_may_differ(finetune, tmp_path):
-    assert finetune(dropout=0.3, context_length=8) == 0
+    assert finetune(dropout=0.3, attention_dropout=0.1, context_length=8) == 0
     model = json.loads((tmp_path / "fine/run.json").read_text())["model"]
     assert (model["dropout"], model["context_length"], model["n_layers"]) == (0.3, 8, 1)
+    assert model["attention_dropout"] == 0.1
+    assert finetune(dropout=0.3, attention_dropout=0.1, context_length=8) == 0  # goes on
 
 
 def test_learned_positions_beyond_a_shorter_context_are_left_behind(train_tiny, finetune, tmp_path):
