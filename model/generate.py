@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from model.cache import KVCache
+from model.decode import Decoder
 from model.gpt import GPT, inference
 from model.sampling import SamplingConfig
 
@@ -93,12 +94,13 @@ def generate(
     cache = KVCache(model.config.n_layers, capacity) if use_cache else None
     seen = _seen(prompt, model.config.vocab_size) if settings.repetition_penalty != 1.0 else None
     stopped = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
+    decoder = Decoder(model, prompt.shape[0]) if use_cache else None
     for step in range(settings.max_new_tokens):
         if window.shape[1] > context:
             window = window[:, -max(1, context // 2) :]
             if cache is not None:
                 cache.clear()
-        logits = _last_logits(model, window, cache)  # (B, V)
+        logits = _last_logits(model, decoder, window, cache)  # (B, V)
         if n_ids is not None:
             logits[:, n_ids:] = -torch.inf
         if step == 0 and first_ids:
@@ -128,11 +130,16 @@ def _seen(prompt: Tensor, vocab_size: int) -> Tensor:
     return seen.scatter_(1, prompt, True)
 
 
-def _last_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tensor:
+def _last_logits(
+    model: GPT, decoder: Decoder | None, window: Tensor, cache: KVCache | None
+) -> Tensor:
     """Logits after the window's last token, (B, V); with a cache only what is new is computed."""
     new = window if cache is None else window[:, cache.length :]
     # Unlike no_grad, inference_mode spares each operation its bookkeeping for autograd.
     with torch.inference_mode(), inference(model):
-        # Not model(...): a compiled model would be compiled anew for every length.
-        logits = model.forward(new, cache=cache, last_only=True)
-    return logits[:, -1].clone()  # an ordinary tensor again, that may be changed
+        if decoder is not None:
+            logits = decoder(new, cache)
+        else:
+            # Not model(...): a compiled model would be compiled anew for every length.
+            logits = model.forward(new, last_only=True)[:, -1]
+    return logits.clone()  # an ordinary tensor again, that may be changed

@@ -10,6 +10,8 @@ import pytest
 import torch
 from peerlib import write_peer
 
+from model.cache import KVCache
+from model.decode import Decoder
 from model.gpt import GPT
 from tools import bench_decode
 from tools.bench import main
@@ -50,18 +52,21 @@ def test_the_bound_is_one_over_the_median_of_the_products(ticking):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_products_are_every_matrix_of_a_token_once(monkeypatch, tied):
-    """q, k, v, o, up, down of each layer, and the head; no embedding is a product."""
+    """q, k, v, o, up, down of each layer, and the head; no embedding is a product. They are done
+    as in decoding."""
     model, read = make_model(n_layers=3, tie_embeddings=tied), []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr(
-        bench_decode.F, "linear", lambda x, w, *b: read.append((x.shape, w)) or linear(x, w, *b)
-    )
-    with torch.no_grad():
-        model(torch.zeros(1, 1, dtype=torch.int64))
-    forward, read[:] = list(read), []
+    bmm = torch.bmm
+
+    def count(weight, x):
+        read.append((weight.data_ptr(), weight.numel(), x.shape))
+        return bmm(weight, x)
+
+    monkeypatch.setattr(torch, "bmm", count)
+    with torch.inference_mode():
+        Decoder(model, batch=1)(torch.zeros(1, 1, dtype=torch.int64), KVCache(3, capacity=1))
+    token, read[:] = list(read), []
     bench_decode.weight_products(model)()
-    assert [shape for shape, _ in read] == [shape for shape, _ in forward]
-    assert all(a is b for (_, a), (_, b) in zip(read, forward, strict=True))
+    assert read == token
     assert len(read) == 3 * 6 + 1
 
 
@@ -97,17 +102,21 @@ def test_a_batch_is_counted_by_all_its_tokens(monkeypatch):
 def test_the_token_at_a_position_is_the_forward_of_all_before_it(monkeypatch):
     """Measured again and again, it stays at its position; attention sees that many keys."""
     model, seen = make_model(), []
-    forward = GPT.forward
+    decode = Decoder.__call__
 
-    def watched(self, tokens, cache=None, **more):
-        logits = forward(self, tokens, cache=cache, **more)
-        seen.append((tokens.shape[1], cache.length, logits[:, -1]))
-        return logits
+    def watched(self, tokens, cache):
+        seen.append(decode(self, tokens, cache))
+        assert cache.length == 10
+        return seen[-1]
 
-    monkeypatch.setattr(GPT, "forward", watched)
+    monkeypatch.setattr(Decoder, "__call__", watched)
     token, attention = bench_decode.at_position(model, 9)
     token(), token()
-    assert [size[:2] for size in seen] == [(9, 9), (1, 10), (1, 10)]
+    with torch.no_grad():
+        expected = model(bench_decode.prompt_of(model, 1, 10))[:, -1]
+    for logits in seen:
+        torch.testing.assert_close(logits, expected)
+    assert len(seen) == 2
     keys = []
     for layer in model.layers:
         layer.attn.attend = lambda q, k, v: keys.append((q.shape, k.shape[2], v.shape[2]))

@@ -33,7 +33,10 @@ def run(model, prompt, settings=GREEDY, seed=0, **options) -> list[list[int]]:
 
 
 class Rigged(torch.nn.Module):
-    """Its likeliest next token is script[row][how many it has been asked for]; the second is 0."""
+    """Its likeliest next token is script[row][how many it has been asked for]; the second is 0.
+
+    It has no layers, so it is asked without a cache.
+    """
 
     def __init__(self, script: list[list[int]], V: int = 10) -> None:
         super().__init__()
@@ -47,6 +50,10 @@ class Rigged(torch.nn.Module):
             logits[row, 0, ids[self.asked]] = 5.0
         self.asked += 1
         return logits
+
+
+def ask(script, prompt, settings=GREEDY, **options) -> list[list[int]]:
+    return run(Rigged(script), prompt, settings, use_cache=False, **options)
 
 
 @pytest.mark.parametrize("kind", [{}, dict(position="learned", qk_norm=False)], ids=str)
@@ -74,11 +81,11 @@ def test_a_full_context_keeps_its_last_half(context, half):
 
 def test_only_what_is_new_is_computed(monkeypatch):
     model, sizes = make_model(8), []
-    forward = GPT.forward
+    embedded = GPT.embedded
     monkeypatch.setattr(
         GPT,
-        "forward",
-        lambda self, tokens, **more: sizes.append(tokens.shape[1]) or forward(self, tokens, **more),
+        "embedded",
+        lambda self, tokens, cache: sizes.append(tokens.shape[1]) or embedded(self, tokens, cache),
     )
     run(model, make_prompt(P=5))
     assert sizes == [5, 1, 1, 1, 4, 1, 1, 1, 1, 4, 1, 1]
@@ -134,10 +141,10 @@ def test_ids_are_ordinary_tensors():
 def test_each_row_stops_by_itself():
     """Row 0 says the stop id at step 2, row 1 at step 5: it is repeated until both have ended."""
     script = [[3, 9, 4, 4, 4, 4, 4], [5, 5, 6, 6, 9, 4, 4]]
-    ids = run(Rigged(script), torch.zeros(2, 3, dtype=torch.long), stop_id=9)
+    ids = ask(script, torch.zeros(2, 3, dtype=torch.long), stop_id=9)
     assert ids == [[3, 9, 9, 9, 9], [5, 5, 6, 6, 9]]
     settings = SamplingConfig(0.0, max_new_tokens=7)
-    ids = run(Rigged(script), torch.zeros(2, 3, dtype=torch.long), settings)
+    ids = ask(script, torch.zeros(2, 3, dtype=torch.long), settings)
     assert ids == script  # without a stop id, 9 is an id like others
 
 
@@ -150,9 +157,9 @@ def test_max_new_tokens_is_exact():
 def test_ids_of_a_padded_vocabulary_are_never_drawn(temperature):
     script = [[9, 8, 7, 6] * 25]
     settings = SamplingConfig(temperature, max_new_tokens=100)
-    (ids,) = run(Rigged(script), torch.zeros(1, 1, dtype=torch.long), settings, n_ids=7)
+    (ids,) = ask(script, torch.zeros(1, 1, dtype=torch.long), settings, n_ids=7)
     assert max(ids) <= 6
-    (ids,) = run(Rigged(script), torch.zeros(1, 1, dtype=torch.long), settings, n_ids=10)
+    (ids,) = ask(script, torch.zeros(1, 1, dtype=torch.long), settings, n_ids=10)
     assert max(ids) == 9
 
 
@@ -161,11 +168,11 @@ def test_what_the_prompt_and_the_answer_said_is_penalised():
     0 has been said too (0.1)."""
     settings = SamplingConfig(0.0, repetition_penalty=10.0, max_new_tokens=3)
     zeros = torch.tensor([[0, 7]])
-    assert run(Rigged([[5, 5, 5]]), zeros, settings) == [[5, 5, 5]]
-    assert run(Rigged([[5, 5, 5]]), torch.tensor([[7, 7]]), settings) == [[5, 0, 5]]
+    assert ask([[5, 5, 5]], zeros, settings) == [[5, 5, 5]]
+    assert ask([[5, 5, 5]], torch.tensor([[7, 7]]), settings) == [[5, 0, 5]]
     # A token that the window no longer holds has still been said.
     long = torch.tensor([[5] + [7] * 70])
-    assert run(Rigged([[5, 5, 5]]), long, settings) == [[0, 5, 5]]
+    assert ask([[5, 5, 5]], long, settings) == [[0, 5, 5]]
 
 
 @pytest.mark.parametrize("prompt", [torch.zeros(1, 0), torch.zeros(3), torch.zeros(1, 2, 2)])

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.config import ModelConfig
+from model.decode import Decoder, product
 from model.generate import generate
 from model.gpt import GPT
 from model.sampling import SamplingConfig
@@ -139,12 +139,12 @@ def weight_products(model: GPT) -> Timed:
     """Each matrix of the blocks, and the head, times a vector."""
     weights = [module.weight for module in model.layers.modules() if isinstance(module, nn.Linear)]
     weights.append(model.embed.weight if model.head is None else model.head.weight)
-    pairs = [(weight.new_ones(1, 1, weight.shape[1]), weight) for weight in weights]
+    pairs = [(weight.new_ones(1, weight.shape[1]), product(weight, None, 1)) for weight in weights]
 
     @torch.inference_mode()
     def multiply() -> None:
-        for x, weight in pairs:
-            F.linear(x, weight)
+        for x, times_weight in pairs:
+            times_weight(x)
 
     return lambda: seconds_of(multiply, weights[0].device)
 
@@ -213,6 +213,7 @@ def along_the_context(model: GPT, work: Work) -> dict[int, tuple[float, float]]:
 def at_position(model: GPT, position: int) -> tuple[Timed, Timed]:
     """The next token after `position` of them, again and again; its attention alone."""
     tokens, cache = prompt_of(model, 1, position + 1), KVCache(model.config.n_layers, position + 1)
+    decoder = Decoder(model, batch=1)
     model(tokens[:, :position], cache=cache, last_only=True)
     shape = model.config
     q = torch.zeros(1, shape.n_heads, 1, shape.d_head)
@@ -221,7 +222,7 @@ def at_position(model: GPT, position: int) -> tuple[Timed, Timed]:
 
     @torch.inference_mode()
     def token() -> None:
-        model(tokens[:, position:], cache=cache, last_only=True)
+        decoder(tokens[:, position:], cache)
         cache.length = position
 
     @torch.inference_mode()
