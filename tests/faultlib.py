@@ -14,6 +14,7 @@ import struct
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -30,9 +31,9 @@ from training.manifest import MODEL, OPTIM, read_manifest
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 180.0  # seconds that any child may take: on a crowded machine too
+# A store looks up the names of both ends; a name server that does not answer costs 5 seconds.
+IMPATIENT = "timeout:1 attempts:1"
 Hook = Callable[[], None]
-# Kept for ever: collected in a forked child, a store would wait for a thread that is not there.
-STORES: list[dist.TCPStore] = []
 
 
 def fork(argv: list[str], *, before: Hook | None = None, log: Path | None = None, **env) -> int:
@@ -100,8 +101,7 @@ def train(argv: list[str], **options) -> int:
 
 
 class Job:
-    """W ranks as torchrun starts them, without its 5 seconds of start-up: forked, and with the
-    store held by this process."""
+    """W ranks as torchrun starts them, without its 5 seconds of start-up: forked, with a store."""
 
     def __init__(
         self,
@@ -114,13 +114,14 @@ class Job:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [folder / f"rank{rank}.log" for rank in range(world)]
-        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), False)
-        STORES.append(self.store)
+        port, hang_up = store_host()
+        weakref.finalize(self, hang_up)
         shared = {
             "WORLD_SIZE": world,
             "LOCAL_WORLD_SIZE": world,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": self.store.port,
+            "MASTER_PORT": port,
+            "RES_OPTIONS": IMPATIENT,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         self.pids = [
@@ -136,6 +137,37 @@ class Job:
 
     def text(self) -> str:
         return "".join(log.read_text() for log in self.logs)
+
+
+def store_host() -> tuple[int, Callable[[], None]]:
+    """A process that holds a store, until the function given is called: (its port, the function).
+
+    Not this process: the store's thread looks up the names of those who call, and a child forked
+    meanwhile would find the resolver locked, for ever.
+    """
+    (port_here, port_there), (line_there, line_here) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.environ["RES_OPTIONS"] = IMPATIENT
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.close(line_here)
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), False)
+        os.write(port_there, str(store.port).encode())
+        os.close(port_there)
+        os.read(line_there, 1)  # returns when this process, and all forked from it, hung up
+        os._exit(0)
+    os.close(port_there)
+    os.close(line_there)
+    port = int(os.read(port_here, 16))
+    os.close(port_here)
+
+    def hang_up() -> None:
+        os.close(line_here)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)  # a child that a test left behind may keep the line open
+            os.waitpid(pid, 0)
+
+    return port, hang_up
 
 
 def train_ranks(world: int, argv: list[str], folder: Path, **options) -> None:
