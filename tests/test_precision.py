@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from data.options import ConfigError
 from training.distributed import pick_backend, pick_device
-from training.precision import Precision, pick_attention, pick_dtype
+from training.precision import Precision, cpu_has_bfloat16_units, pick_attention, pick_dtype
 
 CPU, MPS, CUDA = torch.device("cpu"), torch.device("mps"), torch.device("cuda", 0)
 
@@ -91,6 +91,22 @@ def test_auto_looks_at_the_device_that_was_chosen_and_at_no_other(no_probe, gpus
     assert pick_dtype("auto", CPU, 256)[0] == "bfloat16"
     assert pick_dtype("auto", CPU, 255)[0] == "float32"  # conversion would cost more than it saves
     assert pick_dtype("auto", MPS, 512)[0] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("amx", "avx", "units"),
+    [(True, True, True), (True, False, True), (False, True, True), (False, False, False)],
+)
+def test_either_unit_of_a_cpu_will_do(monkeypatch, amx, avx, units):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
+    assert cpu_has_bfloat16_units() is units
+
+
+def test_a_torch_that_cannot_tell_of_units_has_none(monkeypatch):
+    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        monkeypatch.delattr(torch.cpu, name)
+    assert cpu_has_bfloat16_units() is False
 
 
 @pytest.mark.parametrize(
