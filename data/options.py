@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import gc
 import io
 import os
 import re
@@ -275,6 +276,7 @@ def run_command(main: Callable[[list[str]], int | None]) -> NoReturn:
             raise
         for line in getattr(error, "problems", None) or [str(error)]:
             print(f"error: {line}", file=sys.stderr)
+    gc.freeze()  # or Python, on its way out, looks at each of torch's objects again: half a second
     sys.exit(code)
 
 
