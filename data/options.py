@@ -238,18 +238,17 @@ def help_text(usage: str, sections: Mapping[str, type]) -> str:
         if len(typed) > 38:
             lines.append(typed)
             typed = ""
-        lines.append(f"{typed:38}  {option.help} [{default_text(option)}]")
+        lines.append(f"{typed:38}  {option.help} [{typed_text(option.default)}]")
     return "\n".join(lines)
 
 
-def default_text(option: Option) -> str:
-    """The default as it would be typed; "" stands for itself."""
-    default = option.default
-    if isinstance(default, bool) or default is None:
-        return str(default).lower()
-    if isinstance(default, tuple):
-        return " ".join(map(str, default)) or "none"
-    return str(default).removesuffix(".0") if isinstance(default, float) else str(default) or '""'
+def typed_text(value: Any) -> str:
+    """A value as it would be typed; "" stands for itself."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value) or '""'
 
 
 # Exit codes

@@ -6,11 +6,14 @@ import contextlib
 import inspect
 import json
 import math
+import os
 import pickle
 import re
+import signal
 import statistics
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ import torch
 from peerlib import write_peer
 
 import tools.bench
+from data.options import ConfigError
 from model.config import ModelConfig
 from model.gpt import GPT
 from tools import bench_cost, bench_data, bench_gpu, bench_peer, bench_runs, bench_step, bench_train
@@ -249,6 +253,20 @@ def test_the_peak_is_that_of_the_work_alone_in_a_process_of_its_own():
             call()
     with pytest.raises(OSError, match="closed"):
         call()
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        (partial(os._exit, 3), "exit code 3"),
+        (partial(signal.raise_signal, signal.SIGKILL), "killed by signal 9: out of memory?"),
+    ],
+)
+def test_a_measured_process_that_ends_is_said(end, how):
+    with bench_step.served(partial, end) as call:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=re.escape(f"has ended ({how})")):
+                call()
 
 
 def peaks(size: int):

@@ -499,26 +499,25 @@ def test_a_resume_may_change_what_no_number_depends_on(name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "said"),
     [
-        ("optim.lr", 0.5),
-        ("schedule.decay_fraction", 0.1),
-        ("schedule.schedule", "cosine"),
-        ("run.max_steps", 2000),
-        ("run.threads", 7),
-        ("run.dtype", "float32"),
-        ("run.device", "cpu"),
-        ("run.compile", True),
-        ("parallel.reduction", "fast"),
-        ("data.micro_batch", 8),
+        ("optim.lr", 0.5, "the run has 0.001, asked for 0.5"),
+        ("schedule.decay_fraction", 0.1, "the run has 0.5, asked for 0.1"),
+        ("schedule.schedule", "cosine", "the run has wsd, asked for cosine"),
+        ("run.max_steps", 2000, "the run has 1000, asked for 2000"),
+        ("run.threads", 7, "the run has none, asked for 7"),
+        ("run.dtype", "float32", "the run has auto, asked for float32"),
+        ("run.device", "cpu", "the run has auto, asked for cpu"),
+        ("run.compile", True, "the run has false, asked for true"),
+        ("parallel.reduction", "fast", "the run has auto, asked for fast"),
+        ("data.micro_batch", 8, "the run has none, asked for 8"),
     ],
 )
-def test_a_resume_changes_the_recipe_only_when_told(name, value):
+def test_a_resume_changes_the_recipe_only_when_told(name, value, said):
     saved = Config()
     asked = changed(saved, name, value)
-    old = dict((n, a) for n, a, _ in differences(saved, asked))[name]
     assert resume_problems(saved, asked, must=False) == [
-        f"{name}: the run has {old!r}, asked for {value!r}",
+        f"{name}: {said}",
         "to carry on with the new values: --resume=must",
         "to start anew and move the old run aside: --overwrite=true",
     ]
@@ -545,7 +544,7 @@ def test_a_resume_never_changes_what_the_checkpoint_was_made_for(name, value, mu
     asked = changed(saved, name, value)
     lines = resume_problems(saved, asked, must)
     assert lines[0].startswith(f"{name}: the run has ")
-    assert lines[0].endswith(f", asked for {value!r}")
+    assert lines[0].endswith(f", asked for {value}")
     assert lines[1] == f"{name}: fixed once a run has begun"
     assert "--overwrite=true" in lines[2]
     assert resumed(saved, asked) == saved

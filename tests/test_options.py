@@ -357,7 +357,7 @@ def run_main(body: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("body", ["return 0", "raise ConfigError('one')"])
 def test_on_the_way_out_nothing_is_collected(body):
-    """A cycle that Python would look for in vain: it takes its time in proportion to all objects."""
+    """Python would look for cycles, which takes long where there are many objects."""
     cycle = "a = type('A', (), {'__del__': lambda self: print('collected')})(); a.a = a; del a"
     ended = run_main(f"{cycle}; {body}")
     assert ended.stdout == ""

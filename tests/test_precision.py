@@ -124,7 +124,7 @@ def test_bfloat16_only_where_a_gpu_computes_it(gpus, capability, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_format_that_is_asked_for_is_taken(gpus, dtype):
     gpus(1, (7, 5))
-    assert pick_dtype(dtype, CUDA, 512) == (dtype, "as asked")
+    assert pick_dtype(dtype, CUDA, 512) == (dtype, "as set")
 
 
 @pytest.mark.parametrize("device", [CPU, MPS])

@@ -119,7 +119,7 @@ def test_it_introduces_itself_and_ends_with_what_to_type_next(train_tiny, tmp_pa
     folder = tmp_path / "a run"
     train_tiny(folder, max_steps=4, sample_prompt="def f")
     out = capsys.readouterr().out
-    assert "device cpu, float32 (as asked), 1 thread, attention sdpa" in out
+    assert "device cpu, float32 (as set), 1 thread, attention sdpa" in out
     assert "parameters, 1 layers of width 16, vocabulary 24" in out
     assert "steps: 4 of 4 x 16 = 64 tokens in 2 micro-batches" in out
     assert "step 4/4: loss" in out

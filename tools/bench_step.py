@@ -138,15 +138,24 @@ def in_fresh_process(function: Callable[..., Result], *arguments: Any) -> Result
 @contextmanager
 def served(make: Callable[..., Callable[[], Result]], *arguments: Any) -> Iterator[Callable]:
     """`make(*arguments)`, a function without arguments, living in a process of its own while the
-    block runs; what is given here calls it there, and raises what it raises."""
+    block runs; what is given here calls it there, and raises what it raises.
+
+    Raises ConfigError when the process has ended.
+    """
     here, there = SPAWN.Pipe()
     process = SPAWN.Process(target=_serve, args=(there, make, arguments), daemon=True)
     process.start()
     there.close()
 
     def call() -> Result:
-        here.send("call")
-        result = here.recv()
+        try:
+            here.send("call")
+            result = here.recv()
+        except (EOFError, ConnectionError) as error:  # it ended before it answered
+            process.join()
+            code = process.exitcode
+            how = f"killed by signal {-code}: out of memory?" if code < 0 else f"exit code {code}"
+            raise ConfigError(f"the process that is measured has ended ({how})") from error
         if isinstance(result, Exception):
             raise result
         return result

@@ -21,11 +21,11 @@ from typing import Annotated, Any
 from data.config import DataConfig
 from data.options import (
     ConfigError,
-    default_text,
     exit_for_help,
     nearest,
     options_of,
     parse_arguments,
+    typed_text,
 )
 from data.values import conform, in_short
 from model.config import ModelConfig
@@ -260,5 +260,5 @@ def options_table() -> str:
     lines = ["| option | default | what it is |", "|---|---|---|"]
     for option in OPTIONS.values():
         typed = f"`--{option.full_name}={in_short(option.annotation)}`".replace("|", r"\|")
-        lines.append(f"| {typed} | `{default_text(option)}` | {option.help} |")
+        lines.append(f"| {typed} | `{typed_text(option.default)}` | {option.help} |")
     return "\n".join(lines)

@@ -49,7 +49,7 @@ def pick_dtype(asked: str, device: torch.device, width: int) -> tuple[str, str]:
             "use --dtype=float32, or bfloat16"
         )
     if asked != "auto":
-        return asked, "as asked"
+        return asked, "as set"
     if device.type == "cuda":
         # torch says bfloat16 "works" on older GPUs too, where it is emulated and crawls.
         if torch.cuda.get_device_capability(device) >= (8, 0):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
 
+from data.options import typed_text
 from model.config import DROPOUTS
 from training.config import OPTIONS, Config, differences
 
@@ -99,7 +100,10 @@ def resume_problems(saved: Config, asked: Config, must: bool) -> list[str]:
     refused = fixed if must else changed
     if not refused:
         return []
-    lines = [f"{name}: the run has {old!r}, asked for {new!r}" for name, old, new in refused]
+    lines = [
+        f"{name}: the run has {typed_text(old)}, asked for {typed_text(new)}"
+        for name, old, new in refused
+    ]
     if fixed:
         lines.append(f"{', '.join(name for name, _, _ in fixed)}: fixed once a run has begun")
     else:
