@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from data.config import DataConfig
 from model.config import ModelConfig
 from model.gpt import GPT, IGNORE_INDEX
+from training.config import Config
 from training.distributed import Ranks
-from training.evaluate import Evaluation, choose_windows, evaluate
+from training.evaluate import Evaluation, choose_windows, evaluate, windows_at_once
 from training.precision import Precision
+from training.sections import RunConfig
 
 V, T = 5, 4
 BYTES = np.array([1, 2, 3, 4, 0])  # what each id stands for; the last is the end-of-text
@@ -112,6 +115,26 @@ def test_windows_are_spread_evenly_and_the_same_each_time():
     assert choose_windows(10, 0) == choose_windows(10, 10) == choose_windows(10, 99)
     assert choose_windows(10, 0) == list(range(10))
     assert choose_windows(1_000_000_007, 2) == [0, 500_000_003]
+
+
+@pytest.mark.parametrize(
+    ("T", "micro_batch", "device", "compiled", "windows"),
+    [
+        (64, 12, "cpu", False, 64),  # 4,096 tokens
+        (100, 12, "cpu", False, 40),
+        (64, 128, "cpu", False, 128),  # never fewer than in training
+        (8192, 2, "cpu", False, 2),
+        (64, 12, "cpu", True, 12),
+        (64, 12, "cuda", False, 12),
+    ],
+)
+def test_how_many_windows_are_scored_at_once(T, micro_batch, device, compiled, windows):
+    config = Config(
+        model=ModelConfig(context_length=T),
+        data=DataConfig(micro_batch=micro_batch),
+        run=RunConfig(device=device, compile=compiled),
+    )
+    assert windows_at_once(config) == windows
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 100])

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from data.shards import Windows
 from model.gpt import GPT, IGNORE_INDEX
+from training.config import Config
 from training.distributed import Ranks
 from training.precision import Precision
+
+CPU_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,16 @@ def choose_windows(n_windows: int, wanted: int) -> list[int]:
     if wanted == 0 or wanted >= n_windows:
         return list(range(n_windows))
     return [i * n_windows // wanted for i in range(wanted)]
+
+
+def windows_at_once(config: Config) -> int:
+    """How many windows of a run are scored in one forward: as many as are trained on, for so many
+    fit. On a CPU more: at CPU_TOKENS a forward its small operations no longer count.
+    """
+    trained = config.data.micro_batch
+    if config.run.device != "cpu" or config.run.compile:  # compiled for a shape
+        return trained
+    return max(trained, CPU_TOKENS // config.model.context_length)
 
 
 @torch.no_grad()

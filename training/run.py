@@ -18,7 +18,7 @@ from data.loader import BatchLoader, prefetch
 from training.budget import Budget, fitted, open_budget, steps_at
 from training.checkpoint import Checkpoints, TrainState, model_tensors, replace_file
 from training.config import Config, to_json
-from training.evaluate import choose_windows, evaluate
+from training.evaluate import choose_windows, evaluate, windows_at_once
 from training.hardware import model_flops_utilisation, peak_flops
 from training.logger import RunLogger
 from training.observer import Observer
@@ -237,7 +237,7 @@ def run_evaluation(run: Run) -> None:
         setup.model,
         run.data.val,
         choose_windows(len(run.data.val), config.run.eval_windows),
-        batch=config.data.micro_batch,
+        batch=windows_at_once(config),
         byte_lengths=run.data.byte_lengths,
         ranks=setup.ranks,
         precision=setup.precision,
