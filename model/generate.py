@@ -96,23 +96,29 @@ def generate(
     stopped = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
     decoder = Decoder(model, prompt.shape[0]) if use_cache else None
     for step in range(settings.max_new_tokens):
-        if window.shape[1] > context:
-            window = window[:, -max(1, context // 2) :]
-            if cache is not None:
-                cache.clear()
-        logits = _last_logits(model, decoder, window, cache)  # (B, V)
-        if n_ids is not None:
-            logits[:, n_ids:] = -torch.inf
-        if step == 0 and first_ids:
-            logits = _only(logits, first_ids)
-        ids = sample_next(logits, settings, rng, seen)
-        if stop_id is not None:
-            ids = torch.where(stopped, stop_id, ids)
-            stopped |= ids == stop_id
-        if seen is not None:
-            seen.scatter_(1, ids[:, None], True)
-        window = torch.cat((window, ids[:, None]), dim=1)
-        yield ids
+        # Unlike no_grad, inference_mode spares each operation its bookkeeping for autograd.
+        with torch.inference_mode(), inference(model):
+            if window.shape[1] > context:
+                window = window[:, -max(1, context // 2) :]
+                if cache is not None:
+                    cache.clear()
+            if decoder is not None:
+                logits = decoder(window[:, cache.length :], cache)  # (B, V): only what is new
+            else:
+                # Not model(...): a compiled model would be compiled anew for every length.
+                logits = model.forward(window, last_only=True)[:, -1]
+            if n_ids is not None:
+                logits[:, n_ids:] = -torch.inf
+            if step == 0 and first_ids:
+                logits = _only(logits, first_ids)
+            ids = sample_next(logits, settings, rng, seen)
+            if stop_id is not None:
+                ids = torch.where(stopped, stop_id, ids)
+                stopped |= ids == stop_id
+            if seen is not None:
+                seen.scatter_(1, ids[:, None], True)
+            window = torch.cat((window, ids[:, None]), dim=1)
+        yield ids.clone()  # an ordinary tensor again
         if stop_id is not None and bool(stopped.all()):
             return
 
@@ -128,18 +134,3 @@ def _seen(prompt: Tensor, vocab_size: int) -> Tensor:
     """(B, V) bool: which ids each row of the prompt has."""
     seen = torch.zeros(prompt.shape[0], vocab_size, dtype=torch.bool, device=prompt.device)
     return seen.scatter_(1, prompt, True)
-
-
-def _last_logits(
-    model: GPT, decoder: Decoder | None, window: Tensor, cache: KVCache | None
-) -> Tensor:
-    """Logits after the window's last token, (B, V); with a cache only what is new is computed."""
-    new = window if cache is None else window[:, cache.length :]
-    # Unlike no_grad, inference_mode spares each operation its bookkeeping for autograd.
-    with torch.inference_mode(), inference(model):
-        if decoder is not None:
-            logits = decoder(new, cache)
-        else:
-            # Not model(...): a compiled model would be compiled anew for every length.
-            logits = model.forward(new, last_only=True)[:, -1]
-    return logits.clone()  # an ordinary tensor again, that may be changed
