@@ -102,15 +102,8 @@ def generate(
                 window = window[:, -max(1, context // 2) :]
                 if cache is not None:
                     cache.clear()
-            if decoder is not None:
-                logits = decoder(window[:, cache.length :], cache)  # (B, V): only what is new
-            else:
-                # Not model(...): a compiled model would be compiled anew for every length.
-                logits = model.forward(window, last_only=True)[:, -1]
-            if n_ids is not None:
-                logits[:, n_ids:] = -torch.inf
-            if step == 0 and first_ids:
-                logits = _only(logits, first_ids)
+            logits = _last_logits(model, decoder, window, cache)  # (B, V)
+            logits = _allowed(logits, n_ids, first_ids if step == 0 else ())
             ids = sample_next(logits, settings, rng, seen)
             if stop_id is not None:
                 ids = torch.where(stopped, stop_id, ids)
@@ -123,8 +116,12 @@ def generate(
             return
 
 
-def _only(logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """(B, V) logits with -inf for all but these ids."""
+def _allowed(logits: Tensor, n_ids: int | None, ids: Sequence[int]) -> Tensor:
+    """(B, V) logits with -inf from n_ids on, and for all but `ids` where some are given."""
+    if n_ids is not None:
+        logits[:, n_ids:] = -torch.inf
+    if not ids:
+        return logits
     kept = torch.full_like(logits, -torch.inf)
     kept[:, list(ids)] = logits[:, list(ids)]
     return kept
@@ -134,3 +131,13 @@ def _seen(prompt: Tensor, vocab_size: int) -> Tensor:
     """(B, V) bool: which ids each row of the prompt has."""
     seen = torch.zeros(prompt.shape[0], vocab_size, dtype=torch.bool, device=prompt.device)
     return seen.scatter_(1, prompt, True)
+
+
+def _last_logits(
+    model: GPT, decoder: Decoder | None, window: Tensor, cache: KVCache | None
+) -> Tensor:
+    """Logits after the window's last token, (B, V); with a cache only what is new is computed."""
+    if decoder is not None and cache is not None:
+        return decoder(window[:, cache.length :], cache)
+    # Not model(...): a compiled model would be compiled anew for every length.
+    return model.forward(window, last_only=True)[:, -1]
