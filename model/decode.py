@@ -8,8 +8,7 @@ them to the modules; nothing in this file is needed to understand the model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from types import SimpleNamespace
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +26,16 @@ SLICE = 384  # rows of a weight that are a good slice for more than FEW_ROWS of 
 class Decoder:
     """`model.forward(tokens, cache=cache, last_only=True)`, without gradients and dropout.
 
-    A single token a sequence goes through plain functions, more of them go through the modules. The
-    weights are read where they lie: a model that is moved or cast needs another decoder.
+    A single token a sequence goes through plain functions, unless a module has hooks; more of them
+    go through the modules. The weights are read where they lie: a model that is moved or cast, or
+    given its first hook, needs another decoder.
     """
 
     def __init__(self, model: GPT, batch: int) -> None:
         """batch: B, how many sequences there will be."""
         head = model.embed if model.head is None else model.head
         self.model = model
+        self.hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
         self.blocks = [block_function(block, batch) for block in model.layers]
         self.head = product(head.weight, None, batch)
 
@@ -43,7 +44,7 @@ class Decoder:
 
         Raises ValueError beyond the context, as the model does.
         """
-        if tokens.shape[1] > 1:
+        if tokens.shape[1] > 1 or self.hooked:
             return self.head(self.model.hidden(tokens, cache)[:, -1])
         x, rotation = self.model.embedded(tokens, cache)  # (B, 1, C)
         x = x[:, 0]
@@ -62,7 +63,7 @@ def block_function(block: Block, batch: int) -> Callable[[Tensor, Rotation, KVCa
     attn_norm, mlp_norm = block.attn_norm.forward, block.mlp_norm.forward
     q_norm, k_norm = attn.q_norm, attn.k_norm
     linears = (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj)
-    q_proj, k_proj, v_proj, o_proj = (product(m.weight, m.bias, batch) for m in linears)
+    q_proj, k_proj, v_proj, o_proj = (linear_function(m, batch) for m in linears)
     mlp = mlp_function(block.mlp, batch)
 
     def forward(x: Tensor, rotation: Rotation, cache: KVCache) -> Tensor:
@@ -81,10 +82,18 @@ def block_function(block: Block, batch: int) -> Callable[[Tensor, Rotation, KVCa
 
 
 def mlp_function(mlp: nn.Module, batch: int) -> Callable[[Tensor], Tensor]:
-    """`mlp.forward` for x (B, C): its own formula, with plain functions for the projections."""
-    parts = {name: product(m.weight, m.bias, batch) for name, m in mlp.named_children()}
-    plain = {name: value for name, value in vars(type(mlp)).items() if not callable(value)}
-    return partial(type(mlp).forward, SimpleNamespace(**plain | parts))
+    """`mlp.forward` for x (B, C): that of a twin whose projections are plain functions."""
+    twin = copy(mlp)  # which shares everything
+    for name, child in mlp.named_children():
+        vars(twin)[name] = linear_function(child, batch)  # found before the child of that name
+    return twin.forward
+
+
+def linear_function(module: nn.Module, rows: int) -> Callable[[Tensor], Tensor]:
+    """`module.forward` for x of this many rows."""
+    if type(module) is nn.Linear:
+        return product(module.weight, module.bias, rows)
+    return module.forward
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -121,8 +130,9 @@ def product(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor]
 
 
 def on_plain_cpu(weight: Tensor) -> bool:
-    """float32 on a CPU, and to be multiplied as such."""
-    return weight.is_cpu and weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    """float32 in one piece on a CPU, and to be multiplied as such."""
+    plain = weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
+    return plain and not torch.is_autocast_enabled("cpu")
 
 
 def slice_count(out: int, rows: int, threads: int) -> int:

@@ -11,8 +11,10 @@ from model.attention import ATTENTION
 from model.cache import KVCache
 from model.config import ModelConfig
 from model.decode import Decoder
+from model.generate import generate
 from model.gpt import GPT, inference
 from model.layers import MLPS, NORMS
+from model.sampling import SamplingConfig
 
 KINDS = {
     "plain": {},
@@ -90,6 +92,61 @@ def test_other_formats_are_multiplied_as_the_modules_do():
         ((ours, theirs),) = both(make_model(), 2, past=3, steps=1)
     assert ours.dtype == torch.bfloat16
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.25)
+
+
+def test_a_weight_that_is_not_in_one_piece():
+    model = make_model()
+    for p in model.parameters():
+        if p.dim() == 2:
+            p.data = p.data.t().contiguous().t()
+    ((ours, theirs),) = both(model, 1, past=3, steps=1)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+class Gated(torch.nn.Module):
+    """An MLP as a reader may add one: a part that is no projection, a parameter, a method."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.up_proj = torch.nn.Linear(config.d_model, 24)
+        self.act = torch.nn.Tanh()
+        self.down_proj = torch.nn.Linear(24, config.d_model)
+        self.gate = torch.nn.Parameter(torch.ones(24))
+        self.power = 2
+
+    def gated(self, x):
+        return x * self.gate**self.power
+
+    def forward(self, x):
+        return self.down_proj(self.gated(self.act(self.up_proj(x))))
+
+
+def test_an_mlp_of_ones_own(monkeypatch):
+    monkeypatch.setitem(MLPS, "swiglu", Gated)
+    for ours, theirs in both(make_model(), 3, past=2, steps=2):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+def test_a_projection_that_is_no_plain_linear_is_asked_itself():
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = make_model()
+    for layer in model.layers:
+        layer.attn.v_proj.__class__ = layer.mlp.up_proj.__class__ = Doubled
+    ((ours, theirs),) = both(model, 1, past=2, steps=1)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_see_every_token(way):
+    model, seen = make_model(), []
+    getattr(model.layers[1].attn, way)(lambda module, given, *out: seen.append(given[0].shape))
+    prompt = torch.zeros(1, 3, dtype=torch.int64)
+    settings = SamplingConfig(0.0, max_new_tokens=3)
+    list(generate(model, prompt, settings, torch.Generator()))
+    assert seen == [(1, 3, 32), (1, 1, 32), (1, 1, 32)]
 
 
 def test_beyond_the_context_it_refuses():
