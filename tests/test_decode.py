@@ -203,6 +203,15 @@ def test_slices_by_hand(out, rows, threads, slices):
     assert decode.slice_count(out, rows, threads) == slices
 
 
+def test_only_float32_on_a_cpu_is_cut(monkeypatch):
+    monkeypatch.setattr(torch, "bmm", lambda a, b: pytest.fail("cut"))
+    x, weight = torch.randn(1, 24), torch.randn(768, 24)
+    for other in (dict(dtype=torch.bfloat16), dict(device="meta")):
+        decode.product(weight.to(**other), None, 1)(x.to(**other))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        decode.product(weight, None, 1)(x)
+
+
 def test_the_weight_is_cut_and_not_copied(monkeypatch):
     seen, bmm = [], torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: seen.append((a, b)) or bmm(a, b))
