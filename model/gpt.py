@@ -9,25 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model.attention import ATTENTION, CausalSelfAttention, Rotation
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.cpu import CrossEntropyFunction, trains_on_cpu
 from model.layers import MLPS, NORMS, Dropout
+from model.loss import Reduction, cross_entropy
 from model.rope import Rope
-
-IGNORE_INDEX = -100  # a target that does not count, torch's own default
-LARGE_VOCAB = 16_384  # from here on the loss is computed chunk by chunk
-CHUNK_TOKENS = 1_024  # tokens whose logits exist at one time
-
-Reduction = Literal["mean", "sum", "none"]
 
 
 class Block(nn.Module):
@@ -183,38 +175,3 @@ def inference(model: GPT) -> Iterator[None]:
     finally:
         if training:
             model.train()
-
-
-def cross_entropy(x: Tensor, head: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
-    """-log softmax(head x)[target] in nats, over the targets that are not IGNORE_INDEX.
-
-    x (B, T, C), head (V, C), targets (B, T). For a large vocabulary the logits (B, T, V) would
-    dwarf the rest of the model, so they are made for CHUNK_TOKENS tokens at a time and made again
-    in backward. (Computing the gradient in forward would be cheaper, but then it is scaled after
-    the fact: in fp16 without GradScaler's factor, softmax / B T underflows to zero.)
-    """
-    flat_x, flat_targets = x.flatten(0, 1), targets.flatten()
-    if head.shape[0] < LARGE_VOCAB or flat_targets.numel() <= CHUNK_TOKENS:
-        losses = _chunk_loss(flat_x, head, flat_targets)
-    else:
-        pieces = zip(flat_x.split(CHUNK_TOKENS), flat_targets.split(CHUNK_TOKENS), strict=True)
-        losses = torch.cat(
-            [
-                checkpoint(_chunk_loss, a, head, t, use_reentrant=False, preserve_rng_state=False)
-                for a, t in pieces
-            ]
-        )
-    if reduction == "none":
-        return losses.view(targets.shape)
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / (flat_targets != IGNORE_INDEX).sum().clamp(min=1)
-
-
-def _chunk_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """x (N, C), head (V, C), targets (N,) -> (N,), 0 where ignored."""
-    logits = F.linear(x, head)  # (N, V)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # from float16, bfloat16
-    if trains_on_cpu(logits):
-        return CrossEntropyFunction.apply(logits, targets, IGNORE_INDEX)
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")

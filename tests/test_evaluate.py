@@ -10,7 +10,8 @@ import torch
 
 from data.config import DataConfig
 from model.config import ModelConfig
-from model.gpt import GPT, IGNORE_INDEX
+from model.gpt import GPT
+from model.loss import IGNORE_INDEX
 from training.config import Config
 from training.distributed import Ranks
 from training.evaluate import Evaluation, choose_windows, evaluate, windows_at_once

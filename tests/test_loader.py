@@ -18,7 +18,7 @@ from data.loader import BatchLoader, permute, prefetch
 from data.options import ConfigError
 from data.order import CYCLE, schedule, shares
 from data.shards import IGNORE_INDEX, Windows
-from model.gpt import IGNORE_INDEX as MODELS_IGNORE_INDEX
+from model.loss import IGNORE_INDEX as MODELS_IGNORE_INDEX
 
 CPU = torch.device("cpu")
 

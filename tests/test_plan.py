@@ -169,9 +169,15 @@ def test_two_ranks_halve_activations_and_add_what_is_exchanged():
 
 
 def test_logits_of_a_large_vocabulary_are_made_in_chunks():
-    assert logits_bytes(1_000, 5_000, "float32", "cuda") == 5_000 * 1_000 * 12
-    assert logits_bytes(50_000, 5_000, "float32", "cuda") == 1_024 * 50_000 * 12
-    assert logits_bytes(50_000, 5_000, "float32", "cpu") == 1_024 * 50_000 * 8
+    small, large = (ModelConfig(d_model=64).resolved(V) for V in (1_000, 50_000))
+    assert logits_bytes(small, 5_000, "float32", "cuda") == 5_000 * 1_000 * 12
+    assert logits_bytes(large, 1_024, "float32", "cuda") == 1_024 * 50_000 * 12
+    assert logits_bytes(large, 5_000, "float16", "cuda") == 1_024 * 50_000 * 14
+    gradients = 4 * 64 * (50_000 + 5_000)  # of the head and of what it is given
+    assert logits_bytes(large, 5_000, "float32") == 1_024 * 50_000 * 8 + gradients
+    assert logits_bytes(large, 5_000, "bfloat16", "cuda") == 1_024 * 50_000 * 10 + gradients
+    wide = ModelConfig(d_model=4096).resolved(50_000)
+    assert logits_bytes(wide, 5_000, "float32") == 2 * 64 * gradients
 
 
 MEASURE = """
@@ -207,6 +213,7 @@ SIZES = {
     "activations": "--n_layers=6 --d_model=64 --context_length=256 --batch=64",
     "weights": "--n_layers=2 --d_model=1280 --n_heads=8 --context_length=32 --batch=4",
     "logits": "--n_layers=1 --d_model=64 --context_length=256 --batch=20 --vocab_size=16000",
+    "chunks": "--n_layers=1 --d_model=512 --context_length=256 --batch=8 --vocab_size=40000",
 }
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from model.config import ModelConfig
-from model.gpt import GPT, IGNORE_INDEX
+from model.gpt import GPT
+from model.loss import IGNORE_INDEX
 from training.distributed import Ranks
 from training.optimizer import Optimizers
 from training.precision import Precision

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.gpt import GPT, IGNORE_INDEX
+from model.gpt import GPT
+from model.loss import IGNORE_INDEX
 from tools.bench_step import (
     in_fresh_process,
     peak_memory,

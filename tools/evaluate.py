@@ -130,7 +130,7 @@ def score(model: GPT, ids: list[int], tokenizer: Tokenizer, T: int, stride: int)
     """
     import torch
 
-    from model.gpt import IGNORE_INDEX
+    from model.loss import IGNORE_INDEX
     from training.evaluate import Evaluation
 
     if max(ids) >= model.config.vocab_size:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from data.shards import Windows
-from model.gpt import GPT, IGNORE_INDEX
+from model.gpt import GPT
+from model.loss import IGNORE_INDEX
 from training.config import Config
 from training.distributed import Ranks
 from training.precision import Precision

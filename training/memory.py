@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from model.config import ModelConfig, attention_dropout
 from model.describe import meta_model
-from model.gpt import CHUNK_TOKENS, GPT, LARGE_VOCAB
+from model.gpt import GPT
+from model.loss import CHUNK_TOKENS, LARGE_VOCAB
 from training.config import Config
 
 FLOAT = 4  # bytes
@@ -63,7 +64,7 @@ def estimate_memory(
     if dtype != "float32":  # autocast's copies of the matrices, until backward has ended
         activations += HALF * (matrices + c.vocab_size * c.d_model)
     activations = round(heap * activations)
-    logits = logits_bytes(c.vocab_size, tokens, dtype, device)
+    logits = logits_bytes(c, tokens, dtype, device)
     exact = config.parallel.reduction == "exact" or world == 1
     M = config.data.global_batch // config.data.micro_batch // world
     sums = one * partial_sums(M) if exact else 0
@@ -111,13 +112,22 @@ def bytes_per_token(c: ModelConfig, dtype: str, device: str = "cpu") -> int:
     return c.n_layers * block + norm + head_input + first
 
 
-def logits_bytes(vocab_size: int, tokens: int, dtype: str, device: str = "cpu") -> int:
+def logits_bytes(c: ModelConfig, tokens: int, dtype: str, device: str = "cpu") -> int:
     """At the start of backward: log-probabilities, their gradient, and that of the logits. On CPUs
-    model/cpu.py writes these over one another, and the most is logits and log-probabilities."""
-    rows = min(tokens, CHUNK_TOKENS) if vocab_size >= LARGE_VOCAB else tokens
+    model/cpu.py writes these over one another, and the most is logits and log-probabilities.
+
+    In chunks the gradient is written over log-probabilities too, and what becomes of it is there
+    beside them: the gradients of the head and of its input, and then both again, scaled.
+    """
+    V, narrow = c.vocab_size, 0 if dtype == "float32" else HALF
+    chunked = V >= LARGE_VOCAB and tokens > CHUNK_TOKENS
+    rows = CHUNK_TOKENS if chunked else tokens
+    if chunked and dtype != "float16":
+        found = FLOAT * c.d_model * (V + tokens)
+        return max(found + rows * V * (2 * FLOAT + narrow), 2 * found)
     if device != "cuda":
-        return rows * vocab_size * 2 * FLOAT
-    return rows * vocab_size * (3 * FLOAT + (0 if dtype == "float32" else HALF))
+        return rows * V * 2 * FLOAT
+    return rows * V * (3 * FLOAT + narrow)
 
 
 def partial_sums(M: int) -> int:

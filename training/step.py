@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from model.gpt import GPT, IGNORE_INDEX
+from model.gpt import GPT
+from model.loss import IGNORE_INDEX
 from training.distributed import Ranks
 from training.optimizer import Optimizers
 from training.precision import Precision
