@@ -306,8 +306,16 @@ def test_a_fresh_process_is_one_that_is_served_once(monkeypatch):
 def test_memory_ours_against_plain(in_process, command):
     code, out, err = command(tools.bench.main, "memory", "--quick=true")
     assert code == 0, err
-    ours, plain = (figures(line)[-1] for line in out.splitlines()[1:3])
+    ours, plain = (figures(line)[-2] for line in out.splitlines()[1:3])
     assert f"ours / plain: {ours / plain:.1f}"[:-1] in out
+
+
+def test_memory_is_told_with_the_time_it_costs(monkeypatch, command):
+    costs = iter([(3_000_000, 1.2), (4_000_000, 2.0)])
+    monkeypatch.setattr(bench_cost, "in_fresh_process", lambda *_: next(costs))
+    _, out, _ = command(tools.bench.main, "memory", "--quick=true")
+    assert [figures(line)[-2:] for line in out.splitlines()[1:3]] == [[3.0, 1.2], [4.0, 2.0]]
+    assert "ours / plain: 0.75 of the memory, 0.60 of the time" in out
 
 
 def test_the_plain_loss_is_the_same_number():

@@ -18,6 +18,7 @@ from tools.bench_step import (
     in_fresh_process,
     peak_memory,
     random_batch,
+    step_seconds,
     training_setup,
 )
 from tools.bench_table import show
@@ -46,26 +47,31 @@ def bench_memory(*, quick: bool) -> None:
     if quick:
         small = {"n_layers": 1, "d_model": 16, "d_mlp": 16, "d_head": 4, "vocab_size": 17_000}
         shape, batch = replace(shape, **small), 2
-    ours, plain = (
-        in_fresh_process(memory_of_step, shape, batch, kind) for kind in (GPT, PlainLossGPT)
+    (ours, ours_s), (plain, plain_s) = (
+        in_fresh_process(cost_of_step, shape, batch, kind) for kind in (GPT, PlainLossGPT)
     )
     B, T, V = batch, shape.context_length, shape.vocab_size
+    name = f"{shape.n_layers} x {shape.d_model}, V {V:,}, {B} x {T} tokens"
     show(
-        [f"{shape.n_layers} x {shape.d_model}, V {V:,}, {B} x {T} tokens", "peak of a step, MB"],
-        [["ours, logits in chunks", f"{ours / 1e6:.0f}"], ["plain", f"{plain / 1e6:.0f}"]],
-        f"ours / plain: {ours / plain:.2f}; peak: growth of resident memory during a training "
-        "step, each in a process of its own",
+        [name, "peak of a step, MB", "seconds"],
+        [
+            ["ours, logits in chunks", f"{ours / 1e6:.0f}", f"{ours_s:.2f}"],
+            ["plain", f"{plain / 1e6:.0f}", f"{plain_s:.2f}"],
+        ],
+        f"ours / plain: {ours / plain:.2f} of the memory, {ours_s / plain_s:.2f} of the time; "
+        "peak: growth of resident memory during a training step, each in a process of its own",
         "plain: all logits at once and torch.nn.functional.cross_entropy, the same model otherwise",
     )
 
 
-def memory_of_step(shape: ModelConfig, batch: int, model_class: type[GPT]) -> int:
-    """Bytes that one training step takes on top of weights and optimizer."""
+def cost_of_step(shape: ModelConfig, batch: int, model_class: type[GPT]) -> tuple[int, float]:
+    """Bytes that one training step takes on top of weights and optimizer, and its seconds."""
     setup = training_setup(shape, batch, model_class=model_class)
     # A short step first: thread pools and kernels take memory once.
     train_step(setup, [random_batch(setup, 1, 8)], 0)
     tokens = random_batch(setup, batch)
-    return peak_memory(lambda: train_step(setup, [tokens], 1))
+    memory = peak_memory(lambda: train_step(setup, [tokens], 1))
+    return memory, min(step_seconds(setup, tokens, 2 + i) for i in range(TIMED_STEPS))
 
 
 def bench_growth(*, quick: bool) -> None:
