@@ -24,36 +24,36 @@ SLICE = 384  # rows of a weight that are a good slice for more than FEW_ROWS of 
 
 
 class Decoder:
-    """`model.forward(tokens, cache=cache, last_only=True)`, without gradients and dropout.
+    """`model.forward(tokens, cache=self.cache, last_only=True)`, without gradients and dropout.
 
     A single token a sequence goes through plain functions, unless a module has hooks; more of them
     go through the modules. The weights are read where they lie: a model that is moved or cast, or
     given its first hook, needs another decoder.
     """
 
-    def __init__(self, model: GPT, batch: int) -> None:
+    def __init__(self, model: GPT, cache: KVCache, batch: int) -> None:
         """batch: B, how many sequences there will be."""
         head = model.embed if model.head is None else model.head
-        self.model = model
+        self.model, self.cache = model, cache
         self.hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
         self.blocks = [block_function(block, batch) for block in model.layers]
         self.head = product(head.weight, None, batch)
 
-    def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
+    def __call__(self, tokens: Tensor) -> Tensor:
         """Logits after the last of tokens (B, T), which follow what the cache holds: (B, V).
 
         Raises ValueError beyond the context, as the model does.
         """
         if tokens.shape[1] > 1 or self.hooked:
-            return self.head(self.model.hidden(tokens, cache)[:, -1])
-        x, rotation = self.model.embedded(tokens, cache)  # (B, 1, C)
+            return self.head(self.model.hidden(tokens, self.cache)[:, -1])
+        x, rotation = self.model.embedded(tokens, self.cache)  # (B, 1, C)
         x = x[:, 0]
         if rotation is not None:
             cos, sin = rotation  # (1, D/2) each
             rotation = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         for block in self.blocks:
-            x = block(x, rotation, cache)
-        cache.advance(1)
+            x = block(x, rotation, self.cache)
+        self.cache.advance(1)
         return self.head(self.model.norm(x))
 
 

@@ -89,20 +89,18 @@ def generate(
         raise ValueError(f"prompt: shape {tuple(prompt.shape)}; expected (B, P) with P >= 1")
     context = model.config.context_length
     window = prompt[:, -context:]
-    # No more than can be used: a pretrained model's whole context may take tens of GB.
-    capacity = min(context, window.shape[1] + settings.max_new_tokens)
-    cache = KVCache(model.config.n_layers, capacity) if use_cache else None
     seen = _seen(prompt, model.config.vocab_size) if settings.repetition_penalty != 1.0 else None
     stopped = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
-    decoder = Decoder(model, prompt.shape[0]) if use_cache else None
+    # No more than can be used: a pretrained model's whole context may take tens of GB.
+    cache = KVCache(model.config.n_layers, min(context, window.shape[1] + settings.max_new_tokens))
+    decoder = Decoder(model, cache, prompt.shape[0]) if use_cache else None
     for step in range(settings.max_new_tokens):
         # Unlike no_grad, inference_mode spares each operation its bookkeeping for autograd.
         with torch.inference_mode(), inference(model):
             if window.shape[1] > context:
                 window = window[:, -max(1, context // 2) :]
-                if cache is not None:
-                    cache.clear()
-            logits = _last_logits(model, decoder, window, cache)  # (B, V)
+                cache.clear()
+            logits = _last_logits(model, decoder, window)  # (B, V)
             logits = _allowed(logits, n_ids, first_ids if step == 0 else ())
             ids = sample_next(logits, settings, rng, seen)
             if stop_id is not None:
@@ -133,11 +131,9 @@ def _seen(prompt: Tensor, vocab_size: int) -> Tensor:
     return seen.scatter_(1, prompt, True)
 
 
-def _last_logits(
-    model: GPT, decoder: Decoder | None, window: Tensor, cache: KVCache | None
-) -> Tensor:
-    """Logits after the window's last token, (B, V); with a cache only what is new is computed."""
-    if decoder is not None and cache is not None:
-        return decoder(window[:, cache.length :], cache)
+def _last_logits(model: GPT, decoder: Decoder | None, window: Tensor) -> Tensor:
+    """Logits after the window's last token, (B, V); a decoder computes only what is new."""
+    if decoder is not None:
+        return decoder(window[:, decoder.cache.length :])
     # Not model(...): a compiled model would be compiled anew for every length.
     return model.forward(window, last_only=True)[:, -1]

@@ -63,7 +63,8 @@ def test_the_products_are_every_matrix_of_a_token_once(monkeypatch, tied):
 
     monkeypatch.setattr(torch, "bmm", count)
     with torch.inference_mode():
-        Decoder(model, batch=1)(torch.zeros(1, 1, dtype=torch.int64), KVCache(3, capacity=1))
+        decoder = Decoder(model, KVCache(3, capacity=1), batch=1)
+        decoder(torch.zeros(1, 1, dtype=torch.int64))
     token, read[:] = list(read), []
     bench_decode.weight_products(model)()
     assert read == token
@@ -104,9 +105,9 @@ def test_the_token_at_a_position_is_the_forward_of_all_before_it(monkeypatch):
     model, seen = make_model(), []
     decode = Decoder.__call__
 
-    def watched(self, tokens, cache):
-        seen.append(decode(self, tokens, cache))
-        assert cache.length == 10
+    def watched(self, tokens):
+        seen.append(decode(self, tokens))
+        assert self.cache.length == 10
         return seen[-1]
 
     monkeypatch.setattr(Decoder, "__call__", watched)

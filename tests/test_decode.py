@@ -47,12 +47,12 @@ def both(model: GPT, B: int, past: int, steps: int) -> list[tuple[torch.Tensor, 
     tokens = torch.randint(model.config.vocab_size, (B, past + steps), generator=rng)
     pairs, (cache, other) = [], (KVCache(model.config.n_layers, past + steps) for _ in range(2))
     with torch.inference_mode(), inference(model):
-        decoder = Decoder(model, B)
+        decoder = Decoder(model, cache, B)
         for one in (cache, other):
             model(tokens[:, :past], cache=one)
         for t in range(past, past + steps):
             theirs = model(tokens[:, t : t + 1], cache=other)[:, 0]
-            pairs.append((decoder(tokens[:, t : t + 1], cache), theirs))
+            pairs.append((decoder(tokens[:, t : t + 1]), theirs))
             assert cache.length == t + 1
     return pairs
 
@@ -155,18 +155,18 @@ def test_beyond_the_context_it_refuses():
     with torch.inference_mode():
         model(tokens[:, :16], cache=cache)
         with pytest.raises(ValueError, match="17 tokens exceed model.context_length=16"):
-            Decoder(model, 1)(tokens[:, 16:], cache)
+            Decoder(model, cache, 1)(tokens[:, 16:])
 
 
 def test_it_reads_the_weights_as_they_are_now():
     model, token = make_model(), torch.zeros(1, 1, dtype=torch.int64)
     with torch.inference_mode():
-        decoder = Decoder(model, 1)
+        decoder = Decoder(model, KVCache(2, 1), 1)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.5)
     with torch.inference_mode():
-        ours = decoder(token, KVCache(2, 1))
+        ours = decoder(token)
         torch.testing.assert_close(ours, model(token)[:, 0], rtol=0, atol=1e-5)
 
 

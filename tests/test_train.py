@@ -265,6 +265,20 @@ def test_a_validation_loss_that_is_no_number_ends_the_run(train_tiny, tmp_path, 
     assert (tmp_path / "checkpoints/best").read_text() == "step-2\n"
 
 
+def test_validation_takes_as_many_windows_a_forward_as_a_cpu_likes(
+    train_tiny, tmp_path, monkeypatch
+):
+    asked = []
+
+    def evaluate(*args, batch, **options):
+        asked.append(batch)
+        return Evaluation(2.0, 100, 100)
+
+    monkeypatch.setattr(run_module, "evaluate", evaluate)
+    train_tiny(tmp_path, context_length=32, eval_interval=4)
+    assert asked == [4096 // 32] * 2  # not the micro-batch of a few windows
+
+
 def test_wandbs_run_is_one_and_is_found_again(train_tiny, tmp_path, monkeypatch):
     asked, logged = [], []
     run = types.SimpleNamespace(

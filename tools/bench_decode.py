@@ -213,7 +213,7 @@ def along_the_context(model: GPT, work: Work) -> dict[int, tuple[float, float]]:
 def at_position(model: GPT, position: int) -> tuple[Timed, Timed]:
     """The next token after `position` of them, again and again; its attention alone."""
     tokens, cache = prompt_of(model, 1, position + 1), KVCache(model.config.n_layers, position + 1)
-    decoder = Decoder(model, batch=1)
+    decoder = Decoder(model, cache, batch=1)
     model(tokens[:, :position], cache=cache, last_only=True)
     shape = model.config
     q = torch.zeros(1, shape.n_heads, 1, shape.d_head)
@@ -222,7 +222,7 @@ def at_position(model: GPT, position: int) -> tuple[Timed, Timed]:
 
     @torch.inference_mode()
     def token() -> None:
-        decoder(tokens[:, position:], cache)
+        decoder(tokens[:, position:])
         cache.length = position
 
     @torch.inference_mode()
