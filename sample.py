@@ -105,21 +105,26 @@ def read_prompt(options: SampleOptions) -> str:
 def write_samples(
     model: GPT, tokenizer: Tokenizer, prompt: str, options: SampleOptions, settings: SamplingConfig
 ) -> None:
-    """Print the continuations: one as it comes, several one after the other once they are done."""
+    """Print the continuations: one as it comes, several one after the other once they are done, or
+    as far as they are at Ctrl-C."""
     pieces = continuations(model, tokenizer, prompt, options, settings)
     if options.num_samples == 1 and options.stream:
         print(prompt, end="", flush=True)
-        for _, text in pieces:
-            print(text, end="", flush=True)
-        print()
+        try:
+            for _, text in pieces:
+                print(text, end="", flush=True)
+        finally:
+            print()
         return
     texts = [prompt] * options.num_samples
-    for row, text in pieces:
-        texts[row] += text
-    for number, text in enumerate(texts, start=1):
-        if options.num_samples > 1:
-            print(f"--- sample {number}")
-        print(text)
+    try:
+        for row, text in pieces:
+            texts[row] += text
+    finally:
+        for number, text in enumerate(texts, start=1):
+            if options.num_samples > 1:
+                print(f"--- sample {number}")
+            print(text)
 
 
 def continuations(

@@ -290,6 +290,30 @@ def test_a_stop_text_ends_the_sample_and_is_not_printed(says):
     assert says("stop", stop=("stop",), prompt="no stop: ") == "no stop: "
 
 
+@pytest.mark.parametrize(
+    ("options", "printed"),
+    [
+        ({}, "> ab\n"),
+        ({"stream": False}, "> ab\n"),
+        ({"num_samples": 2}, "--- sample 1\n> ab\n--- sample 2\n> ab\n"),
+    ],
+    ids=str,
+)
+def test_what_is_there_at_ctrl_c_is_printed(monkeypatch, capsys, options, printed):
+    def interrupted(network, prompt, *args, **kwargs):
+        for byte in b"ab":
+            yield torch.tensor([byte] * len(prompt))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.generate, "generate", interrupted)
+    network = GPT(ModelConfig(n_layers=1, d_model=8, n_heads=2).resolved(257))
+    with pytest.raises(KeyboardInterrupt):
+        sample.write_samples(
+            network, BYTES, "> ", sample.SampleOptions(**options), SamplingConfig()
+        )
+    assert capsys.readouterr().out == printed
+
+
 def test_characters_are_printed_when_they_are_complete(says):
     assert says("naïve 🙂") == "naïve 🙂"
     assert says("naïve 🙂", stream=False) == "naïve 🙂"
