@@ -234,7 +234,8 @@ def test_the_peers_data_is_as_its_own_script_writes_it(peer, tmp_path):
 def test_train_beside_a_peer(peer, in_process, command):
     code, out, err = command(tools.bench.main, "train", "--quick=true", f"--peer={peer}")
     assert code == 0, err
-    ms, share, theirs, their_share, ratio = figures(out.splitlines()[1])[-5:]
+    before, _, _ = out.splitlines()[1].partition(" float32 ")  # too narrow for anything else
+    ms, share, theirs, their_share, ratio = figures(before)[-5:]
     assert ms > 0 and theirs > 0
     assert 0 <= share <= 1 and 0 <= their_share <= 1
     # Times are printed to 0.1 ms, the ratio to 0.01.
@@ -242,6 +243,32 @@ def test_train_beside_a_peer(peer, in_process, command):
     assert ratio <= (ms + 0.05) / max(1e-9, theirs - 0.05) + 0.006
     alone = command(tools.bench.main, "train", "--quick=true")[1]
     assert "nanoGPT" not in alone.splitlines()[0]
+
+
+def test_a_training_row_by_hand():
+    # 1e9 FLOPs in 10 ms are 100 GFLOP/s of 200; in 8 ms they are 125.
+    times = {"ours": 0.010, "peer": 0.008, "auto": 0.006}
+    row = bench_train.train_row("a", "bfloat16", times, 1e9, 200e9)
+    assert row == ["a", "10.0", "0.50", "8.0", "0.62", "1.25", "bfloat16", "6.0", "0.75"]
+    del times["auto"]
+    row = bench_train.train_row("a", "float32", times, 1e9, 200e9)
+    assert row == ["a", "10.0", "0.50", "8.0", "0.62", "1.25", "float32", "10.0", "1.25"]
+    alone = bench_train.train_row("a", "float32", {"ours": 0.010}, 1e9, 200e9)
+    assert alone == ["a", "10.0", "0.50", "float32", "10.0"]
+
+
+@pytest.mark.parametrize("auto", ["float32", "bfloat16"])
+def test_what_runs_take_by_default_is_measured_too(in_process, monkeypatch, auto):
+    made = []
+
+    def our_step(one, dtype):
+        made.append(dtype)
+        return lambda: 0.25
+
+    monkeypatch.setattr(bench_train, "our_step", our_step)
+    seconds, _, _ = bench_train.measure(bench_train.TOY, None, 2, 16, auto)
+    assert made == list(dict.fromkeys(["float32", auto]))
+    assert seconds == dict.fromkeys(["ours", "auto"][: len(made)], 0.25)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

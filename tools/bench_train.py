@@ -26,6 +26,7 @@ from tools.bench_step import (
 )
 from tools.bench_table import show
 from training.hardware import measured_peak
+from training.precision import pick_dtype
 
 
 @dataclass(frozen=True)
@@ -76,16 +77,12 @@ def bench_train(*, size: str, peer: str, steps: int | None, quick: bool) -> None
     chosen = [TOY] if quick else list(SIZES.values()) if size == "all" else [SIZES[size]]
     rows = []
     for one in chosen:
-        seconds, flops, peak = measure(one, folder, steps or one.steps, 64 if quick else 2048)
-        ours = seconds["ours"]
-        row = [one.name, f"{1e3 * ours:.1f}", f"{share_of_peak(flops, ours, peak):.2f}"]
-        if folder:
-            theirs = seconds["peer"]
-            row += [f"{1e3 * theirs:.1f}", f"{share_of_peak(flops, theirs, peak):.2f}"]
-            row.append(f"{ours / theirs:.2f}")
-        rows.append(row)
+        auto = default_dtype(one)
+        found = measure(one, folder, steps or one.steps, 64 if quick else 2048, auto)
+        rows.append(train_row(one.name, auto, *found))
     header = ["float32", "ms a step", "of the peak"]
     header += ["nanoGPT ms", "of the peak", "ours / nanoGPT"] if folder else []
+    header += ["dtype=auto", "ms a step"] + (["ours / nanoGPT"] if folder else [])
     threads = torch.get_num_threads()
     show(
         header,
@@ -93,18 +90,40 @@ def bench_train(*, size: str, peer: str, steps: int | None, quick: bool) -> None
         "of the peak: FLOPs of a step (6 a matrix parameter and token + 12 L C T a token) over its "
         "median time,",
         f"over the best of 20 float32 products of 2048 x 2048 before and after ({threads} threads)",
+        "dtype=auto: what a run takes here unless it is told; nanoGPT's is float32 on a CPU",
     )
 
 
+def default_dtype(one: Size) -> str:
+    """What dtype=auto is for a model of this size on this machine."""
+    return pick_dtype("auto", torch.device("cpu"), one.d_model)[0]
+
+
+def train_row(
+    name: str, auto: str, seconds: dict[str, float], flops: float, peak: float
+) -> list[str]:
+    """seconds: of a step of "ours", of "auto" where that is not float32, of a "peer" if any."""
+    ours, theirs, narrow = seconds["ours"], seconds.get("peer"), seconds.get("auto")
+    row = [name, f"{1e3 * ours:.1f}", f"{share_of_peak(flops, ours, peak):.2f}"]
+    if theirs is not None:
+        row += [f"{1e3 * theirs:.1f}", f"{share_of_peak(flops, theirs, peak):.2f}"]
+        row.append(f"{ours / theirs:.2f}")
+    default = ours if narrow is None else narrow
+    row += [auto, f"{1e3 * default:.1f}"]
+    return row + ([f"{default / theirs:.2f}"] if theirs is not None else [])
+
+
 def measure(
-    one: Size, peer: Path | None, steps: int, product: int
+    one: Size, peer: Path | None, steps: int, product: int, auto: str
 ) -> tuple[dict[str, float], float, float]:
     """(seconds of a step of each, FLOPs of a step, FLOP/s of the machine).
 
-    product: rows of the square matrices. Each side has a process of its own, set up as its own
-    train.py does.
+    product: rows of the square matrices. auto: another format to measure ours in. Each side has a
+    process of its own, set up as its own train.py does.
     """
-    makers = {"ours": (our_step, one), **({"peer": (peer_step, one, peer)} if peer else {})}
+    makers = {"ours": (our_step, one, "float32")}
+    makers |= {"auto": (our_step, one, auto)} if auto != "float32" else {}
+    makers |= {"peer": (peer_step, one, peer)} if peer else {}
     with ExitStack() as stack:
         works = {name: stack.enter_context(served(*maker)) for name, maker in makers.items()}
         machine = (torch.device("cpu"), torch.float32, product, 20)
@@ -119,9 +138,9 @@ def flops_of_step(one: Size) -> int:
     return meta_model(one.shape).flops_per_token(T) * one.batch * T
 
 
-def our_step(one: Size) -> Callable[[], float]:
+def our_step(one: Size, dtype: str) -> Callable[[], float]:
     """Takes a turn and gives the seconds of a step."""
-    setup = training_setup(one.shape, one.batch)
+    setup = training_setup(one.shape, one.batch, dtype=dtype)
     batch, number = random_batch(setup, one.batch), itertools.count()
     return median_of(one.in_a_row, lambda: step_seconds(setup, batch, next(number)))
 
