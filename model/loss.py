@@ -80,11 +80,13 @@ class ChunkedLossFunction(Function):
         dx, dhead, losses = torch.empty_like(x), torch.zeros_like(head), []
         for start in range(0, len(x), CHUNK_TOKENS):
             n = slice(start, start + CHUNK_TOKENS)
-            rows = x[n].to(dtype)
-            loss, dlogits = _loss_and_gradient(rows, weight, targets[n])
-            losses.append(loss)
+            rows, index = x[n].to(dtype), targets[n][:, None]  # (n, C), (n, 1)
+            counts = index != IGNORE_INDEX
+            loss, dlogits = _losses_and_gradients(rows, weight, index.where(counts, 0))
+            losses.append((loss * counts).sum())
             dlogits = dlogits.to(dtype)
-            dx[n] = dlogits @ weight
+            dx[n] = (dlogits @ weight) * counts
+            rows = rows * counts  # (n, C): a smaller product than that of (n, V)
             if dtype == head.dtype:
                 dhead.addmm_(dlogits.t(), rows)
             else:
@@ -100,12 +102,10 @@ class ChunkedLossFunction(Function):
         return dx * grad, dhead * grad, None, None
 
 
-def _loss_and_gradient(x: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the losses, (), and its gradient with regard to the logits, (N, V)."""
-    counts = (targets != IGNORE_INDEX)[:, None]  # (N, 1)
-    index = targets[:, None].where(counts, 0)
+def _losses_and_gradients(x: Tensor, head: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """x (N, C), head (V, C), index (N, 1), the targets -> losses, (N, 1), and the gradient of their
+    sum with regard to the logits, (N, V)."""
     logits = F.linear(x, head)
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-    loss = -(log_p.gather(1, index) * counts).sum()
-    one = torch.ones_like(index, dtype=log_p.dtype)
-    return loss, log_p.exp_().scatter_add_(1, index, -one).mul_(counts)
+    losses = -log_p.gather(1, index)
+    return losses, log_p.exp_().scatter_add_(1, index, -torch.ones_like(losses))
