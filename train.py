@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
 
     with ExitStack() as stack:
         ranks = join_ranks(config.parallel.mode, config.parallel.timeout)
-        stack.callback(ranks.close)
+        stack.push(lambda kind, *_: ranks.close(failed=kind is not None))
         warn = print if ranks.first else _silent
         say = _silent if config.log.quiet else warn
 

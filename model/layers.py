@@ -21,7 +21,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if trains_on_cpu(x) and x.dtype == self.weight.dtype:
             return RMSNormFunction.apply(x, self.weight, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        if not torch.is_autocast_enabled(x.device.type):
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        # Autocast on GPUs would widen narrow queries and keys to float32, and leave them so. (The
+        # mean of the squares is in float32 all the same.)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class LayerNorm(nn.Module):

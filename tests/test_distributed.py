@@ -125,6 +125,20 @@ def test_a_single_process_talks_to_nobody():
     ranks.close()
 
 
+@pytest.mark.parametrize(
+    ("backend", "failed", "left"),
+    [("nccl", False, 1), ("nccl", True, 0), ("gloo", False, 1), ("gloo", True, 1)],
+)
+def test_nccl_is_left_in_order_only_if_all_is_well(monkeypatch, backend, failed, left):
+    """Its way out waits for the others, who may be waiting for this rank."""
+    destroyed = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: destroyed.append(1))
+    Ranks(0, 2, store=object()).close(failed=failed)
+    assert len(destroyed) == left
+
+
 def test_running_out_of_memory_is_not_taken_for_a_lost_rank():
     with pytest.raises(torch.OutOfMemoryError), Ranks().waiting("x"):
         raise torch.OutOfMemoryError("8 GiB")

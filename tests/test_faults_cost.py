@@ -23,7 +23,7 @@ def test_what_a_save_costs(name, vocab_size, times, tmp_path, figure):
     config = read_config(CONFIGS / f"{name}.py")
     model = GPT(config.model.resolved(vocab_size))
     model.init_weights(1)
-    optim = Optimizers(model, config.optim, "cpu").state_tensors()
+    optim = Optimizers(model, config.optim, torch.device("cpu")).state_tensors()
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "t.json").write_text("{}")
     checkpoints, seconds = Checkpoints(tmp_path / "c", lambda text: None), []

@@ -180,7 +180,7 @@ def test_time_per_step_exact_against_fast(micro_batch, tmp_path, figure):
         shape = ModelConfig(n_layers=4, n_heads=4, d_model=256, context_length=256).resolved(4096)
         model, precision = GPT(shape), Precision(torch.float32, "cpu")
         model.init_weights(1)
-        optimizers = Optimizers(model, OptimConfig(), "cpu")
+        optimizers = Optimizers(model, OptimConfig(), torch.device("cpu"))
         n_micro = 8 // micro_batch
         batch = torch.randint(4096, (micro_batch, 256))
         share = [(batch, batch)] * (n_micro // 2)

@@ -8,6 +8,7 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.config import ModelConfig
 from model.cpu import RMSNormFunction
@@ -189,3 +190,18 @@ def test_a_probability_that_rounds_to_1_leaves_the_rest_finite():
     out = Dropout(1 - 1e-9).train()(torch.ones(1000, 100, requires_grad=True))
     assert out.isfinite().all()
     assert (out == 0).double().mean() > 0.999
+
+
+@torch.no_grad()
+def test_autocast_on_a_gpu_leaves_narrow_queries_narrow():
+    """On a GPU that is not there: its tensors have no memory, but autocast's rules are the real
+    ones, and rms_norm is among what it does in float32 since torch 2.12."""
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode(), torch.device("cuda"):
+            norm, x = RMSNorm(8, 1e-6), torch.zeros(2, 8)
+            narrow = x.to(torch.get_autocast_dtype("cuda"))
+            assert norm(narrow).dtype == narrow.dtype != torch.float32
+            assert norm(x).dtype == torch.float32
+    finally:
+        torch.set_autocast_enabled("cuda", False)

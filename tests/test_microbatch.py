@@ -12,7 +12,7 @@ from data.config import DataConfig
 from model.config import ModelConfig
 from model.gpt import GPT
 from training import microbatch
-from training.config import Config, RunConfig
+from training.config import Config, ParallelConfig, RunConfig
 from training.distributed import Ranks
 from training.memory import estimate_memory
 from training.microbatch import attempt, largest, pick_micro_batch
@@ -38,6 +38,7 @@ def test_the_largest_that_fits_is_found(limit):
 
 def need(size: int) -> int:
     sized = replace(CONFIG, data=replace(CONFIG.data, micro_batch=size))
+    sized = replace(sized, parallel=ParallelConfig(reduction="exact"))  # what auto is on a CPU
     return estimate_memory(sized).peak
 
 
@@ -72,6 +73,34 @@ def test_running_out_of_memory_is_caught(monkeypatch):
     monkeypatch.setattr(GPT, "forward", small_only)
     assert not attempt(CONFIG, 4, Ranks())
     assert largest([1, 2, 3, 4, 6, 12], lambda size: attempt(CONFIG, size, Ranks())) == 3
+
+
+@pytest.mark.parametrize(
+    ("reduction", "size", "world", "forwards", "held"),
+    [
+        ("fast", 12, 1, 1, 2),  # one micro-batch: the optimizer's two slots beside its gradient
+        ("fast", 4, 1, 2, 2),  # the second works while the first's gradient is there
+        ("fast", 2, 2, 2, 3),  # and what is sent
+        ("exact", 12, 1, 1, 2),
+        ("exact", 3, 1, 1, 4),  # 4 micro-batches: two sums wait for the last one
+    ],
+)
+def test_a_trial_holds_what_a_step_holds(monkeypatch, reduction, size, world, forwards, held):
+    config = replace(CONFIG, parallel=ParallelConfig(reduction=reduction))
+    gradients, zeros, slots, found = [], torch.zeros_like, [], []
+
+    class Watched(GPT):
+        def forward(self, tokens, *args, **options):
+            assert tokens.shape == (size, 16)
+            gradients.append(all(p.grad is not None for p in self.parameters()))
+            found.append(sum(slots))
+            return super().forward(tokens, *args, **options)
+
+    monkeypatch.setattr(microbatch, "GPT", Watched)
+    monkeypatch.setattr(torch, "zeros_like", lambda p: slots.append(p.numel()) or zeros(p))
+    assert attempt(config, size, Ranks(world=world))
+    assert gradients == [False, True][:forwards]
+    assert found[0] == held * GPT(CONFIG.model).parameter_count()
 
 
 def test_free_memory_is_a_plausible_number():

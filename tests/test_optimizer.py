@@ -13,6 +13,8 @@ from model.gpt import GPT
 from training.optimizer import Muon, Optimizers, group_names, orthogonalise
 from training.sections import OptimConfig
 
+CPU = torch.device("cpu")
+
 
 def tiny_model(**options) -> GPT:
     options = dict(n_layers=2, n_heads=2, d_model=16, context_length=8, **options)
@@ -42,7 +44,7 @@ def same(a: GPT, b: GPT) -> bool:
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": True}, {"bias": True, "norm": "layer"}])
 def test_each_tensor_is_in_one_group_and_vectors_are_not_decayed(optimizer, options):
     model = tiny_model(**options)
-    optimizers = Optimizers(model, OptimConfig(optimizer=optimizer, weight_decay=0.1), "cpu")
+    optimizers = Optimizers(model, OptimConfig(optimizer=optimizer, weight_decay=0.1), CPU)
     held = [p for group in optimizers.param_groups for p in group["params"]]
     assert len(held) == len(set(held)) == len(list(model.parameters()))
     for group in optimizers.param_groups:
@@ -73,7 +75,7 @@ def test_adamw_is_torchs_to_the_bit(fused):
     torch.set_num_threads(1)
     ours, theirs = tiny_model(), tiny_model()
     config = OptimConfig(lr=3e-3, weight_decay=0.3, beta1=0.8, beta2=0.97, eps=1e-6)
-    mine = Optimizers(ours, config, "cpu" if fused else "mps")
+    mine = Optimizers(ours, config, torch.device("cpu" if fused else "mps"))
     assert mine.parts[0].fused is fused
     groups = [
         {"params": [p for p in theirs.parameters() if p.dim() == 2], "weight_decay": 0.3},
@@ -91,7 +93,7 @@ def test_adamw_is_torchs_to_the_bit(fused):
 
 def test_decay_is_decoupled_from_the_gradient():
     model = tiny_model()
-    optimizers = Optimizers(model, OptimConfig(lr=0.1, weight_decay=0.5), "cpu")
+    optimizers = Optimizers(model, OptimConfig(lr=0.1, weight_decay=0.5), CPU)
     before = model.embed.weight.detach().clone()
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -159,7 +161,7 @@ def test_muon_is_torchs_within_what_bfloat16_can_hold(shape, dtype):
 def test_muon_computes_in_bfloat16_where_the_run_does_and_keeps_float32_state():
     def update(*dtype: torch.dtype) -> torch.Tensor:
         model = tiny_model()
-        optimizers = Optimizers(model, OptimConfig(optimizer="muon"), "cpu", *dtype)
+        optimizers = Optimizers(model, OptimConfig(optimizer="muon"), CPU, *dtype)
         learn(model, optimizers, 3)
         assert {v.dtype for v in optimizers.state_tensors().values()} == {torch.float32}
         return model.layers[0].mlp.up_proj.weight.detach()
@@ -170,6 +172,15 @@ def test_muon_computes_in_bfloat16_where_the_run_does_and_keeps_float32_state():
     narrow = update(torch.bfloat16)
     assert not torch.equal(plain, narrow)
     assert torch.allclose(plain, narrow, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)], ids=str
+)
+def test_muon_computes_in_bfloat16_on_gpus_that_have_units_for_it(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    optimizers = Optimizers(tiny_model(), OptimConfig(optimizer="muon"), torch.device("cuda"))
+    assert optimizers.parts[1].dtype == dtype
 
 
 def test_matrices_of_one_shape_do_not_mix():
@@ -190,7 +201,7 @@ def test_matrices_of_one_shape_do_not_mix():
 
 def test_a_step_reuses_the_momentum_it_has():
     model = tiny_model()
-    optimizers = Optimizers(model, OptimConfig(optimizer="muon"), "cpu")
+    optimizers = Optimizers(model, OptimConfig(optimizer="muon"), CPU)
     before = {name: value.data_ptr() for name, value in optimizers.state_tensors().items()}
     learn(model, optimizers, 2)
     assert before == {name: value.data_ptr() for name, value in optimizers.state_tensors().items()}
@@ -200,7 +211,7 @@ def test_a_step_reuses_the_momentum_it_has():
 
 
 def test_every_learning_rate_follows_the_factor():
-    optimizers = Optimizers(tiny_model(), OptimConfig(optimizer="muon", lr=0.5, muon_lr=0.2), "cpu")
+    optimizers = Optimizers(tiny_model(), OptimConfig(optimizer="muon", lr=0.5, muon_lr=0.2), CPU)
     for factor in (0.5, 1.0, 0.1):
         optimizers.set_lr(factor)
         assert [g["lr"] / factor for g in optimizers.param_groups] == pytest.approx([0.5, 0.5, 0.2])
@@ -210,7 +221,7 @@ def test_every_learning_rate_follows_the_factor():
 @pytest.mark.parametrize("where", ["embed.weight", "layers.0.mlp.up_proj.weight"])
 def test_neither_part_moves_if_one_gradient_of_float16_is_not_finite(where):
     model = tiny_model()
-    optimizers = Optimizers(model, OptimConfig(optimizer="muon"), "cpu")
+    optimizers = Optimizers(model, OptimConfig(optimizer="muon"), CPU)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     before = copy.deepcopy(model)
     state = {name: value.clone() for name, value in optimizers.state_tensors().items()}
@@ -236,7 +247,7 @@ def test_state_put_back_continues_to_the_bit(optimizer):
     torch.set_num_threads(1)
     config = OptimConfig(optimizer=optimizer)
     one, other = tiny_model(), tiny_model()
-    of_one, of_other = Optimizers(one, config, "cpu"), Optimizers(other, config, "cpu")
+    of_one, of_other = Optimizers(one, config, CPU), Optimizers(other, config, CPU)
     learn(one, of_one, 3)
     other.load_state_dict(one.state_dict())
     of_other.load_state_tensors({name: t.clone() for name, t in of_one.state_tensors().items()})
@@ -246,7 +257,7 @@ def test_state_put_back_continues_to_the_bit(optimizer):
 
 
 def test_state_that_does_not_fit_is_named_and_nothing_is_loaded():
-    optimizers = Optimizers(tiny_model(), OptimConfig(), "cpu")
+    optimizers = Optimizers(tiny_model(), OptimConfig(), CPU)
     good = {name: torch.ones_like(value) for name, value in optimizers.state_tensors().items()}
     bad = dict(good)
     del bad["embed.weight::exp_avg"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,20 @@ def test_two_ranks_halve_activations_and_add_what_is_exchanged():
     assert two.activations * 2 == one.activations
     assert two.weights == one.weights
     assert two.gradients == 3 * one.weights  # the sum, what is sent, what is received
+
+
+def test_fast_reduction_adds_in_place_and_keeps_ddps_buckets():
+    config = config_of(SMALL, reduction="fast")
+    one = estimate_memory(config, 1, "cuda")
+    assert one.gradients == one.weights
+    split = replace(config, data=DataConfig(global_batch=8, micro_batch=4))
+    several = estimate_memory(split, 1, "cuda")  # the second micro-batch beside the first's
+    assert several.gradients == one.weights
+    assert several.peak == 4 * one.weights + several.activations + several.logits
+    assert several.activations * 2 == one.activations
+    two = estimate_memory(split, 2, "cuda")  # a micro-batch each
+    assert two.gradients == 2 * one.weights
+    assert two.peak == 4 * one.weights + two.activations + two.logits
 
 
 def test_logits_of_a_large_vocabulary_are_made_in_chunks():

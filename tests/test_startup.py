@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +96,22 @@ def test_ranks_that_begin_with_other_weights_are_found(monkeypatch):
         startup._check_same_weights(model, ranks)
     monkeypatch.setattr(Ranks, "gather", lambda self, own, what: [own, own])
     startup._check_same_weights(model, ranks)
+
+
+def test_a_deterministic_run_says_so_to_cublas_before_anything_is_tried(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    told = []
+
+    def tries(config, ranks):
+        told.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        return 4
+
+    monkeypatch.setattr(startup, "pick_micro_batch", tries)
+    config = replace(Config(), data=DataConfig(global_batch=8, micro_batch="auto"))
+    startup.resolve(config, Ranks(), 300, print)
+    deterministic = replace(config, run=replace(config.run, deterministic=True))
+    startup.resolve(deterministic, Ranks(), 300, print)
+    assert told == [None, ":4096:8"]
 
 
 # Weights to start from
@@ -230,6 +248,48 @@ def test_without_a_compiler_one_line_says_so_and_the_run_goes_on(
     found = load_file(tmp_path / "checkpoints/step-8/model.safetensors")
     for name, tensor in load_file(trained_once / "checkpoints/step-8/model.safetensors").items():
         assert torch.equal(found[name], tensor)
+
+
+def test_running_out_of_memory_is_no_fault_of_the_compiler(train_tiny, tmp_path, monkeypatch):
+    def compile(self):
+        def full(*args, **options):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        self._compiled_call_impl = full
+
+    monkeypatch.setattr(GPT, "compile", compile)
+    with pytest.raises(torch.OutOfMemoryError):
+        train_tiny(tmp_path, compile=True)
+
+
+def test_a_fast_run_is_compiled_within_ddp_and_sends_nothing(monkeypatch):
+    """Only there does torch cut the graph where DDP's buckets end."""
+    calls, quiet = [], []
+
+    class Ddp:
+        def __init__(self, model, **options):
+            self.model = model
+            assert options == {"broadcast_buffers": False}
+
+        def no_sync(self):
+            return contextlib.nullcontext(quiet.append(True))
+
+        def __call__(self, *args, **options):
+            calls.append(len(quiet))
+            return self.model(*args, **options)
+
+    monkeypatch.setattr(startup, "DistributedDataParallel", Ddp)
+    monkeypatch.setattr(Ranks, "gather", lambda self, own, what: [own, own])
+    monkeypatch.setattr(GPT, "compile", lambda self: None)
+    config = resolved(global_batch=8, micro_batch=4)
+    config = replace(
+        config,
+        parallel=replace(config.parallel, reduction="fast"),
+        run=replace(config.run, compile=True),
+    )
+    setup = startup.build_setup(config, GPT(config.model), Ranks(0, 2), pytest.fail)
+    assert calls == [1]
+    assert all(p.grad is None for p in setup.model.parameters())
 
 
 def test_a_compiled_run_saves_plain_names_and_goes_on_without_compiling(

@@ -40,7 +40,7 @@ def make_setup(n_micro: int = 1, reduction: str = "exact", dtype=torch.float32, 
     gpt = GPT(config.resolved(V))
     gpt.init_weights(3)
     precision = Precision(dtype, "cpu")
-    optimizers = Optimizers(gpt, OptimConfig(lr=0.01), "cpu")
+    optimizers = Optimizers(gpt, OptimConfig(lr=0.01), torch.device("cpu"))
     return Setup(
         gpt, optimizers, precision.scaler(), precision, Ranks(), reduction, n_micro, 5, 1.0
     )

@@ -133,7 +133,7 @@ class Ranks:
         total = torch.tensor(values, dtype=torch.int64, device=self.device)
         with self.waiting(what):
             dist.all_reduce(total)
-        return total.tolist()
+            return total.tolist()  # nccl only begins above; here its result is waited for
 
     def gather(self, values: Tensor, what: str) -> list[Tensor]:
         """The tensors of all ranks, in the order of the ranks; one shape and dtype everywhere."""
@@ -143,7 +143,7 @@ class Ranks:
         parts = [torch.empty_like(values) for _ in range(self.world)]
         with self.waiting(what):
             dist.all_gather(parts, values)
-        return [part.cpu() for part in parts]
+            return [part.cpu() for part in parts]
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -175,11 +175,17 @@ class Ranks:
         except RuntimeError:  # the store's host is gone too
             return []
 
-    def close(self) -> None:
-        """Leave the others, in order if all is well."""
+    def close(self, failed: bool = False) -> None:
+        """Leave the others, in order if all is well.
+
+        failed: an exception is on its way up. nccl's own way out would wait for ranks that are
+        waiting for this one, and what went wrong would be told after their time-out only.
+        """
         if self.pulse is not None:
             self.pulse.stop()
-        if self.store is not None and dist.is_initialized():
+        if self.store is None or not dist.is_initialized():
+            return
+        if not (failed and dist.get_backend() == "nccl"):
             dist.destroy_process_group()
 
 

@@ -65,11 +65,13 @@ def estimate_memory(
         activations += HALF * (matrices + c.vocab_size * c.d_model)
     activations = round(heap * activations)
     logits = logits_bytes(c, tokens, dtype, device)
-    exact = config.parallel.reduction == "exact" or world == 1
+    exact = config.parallel.reduction == "exact"
     M = config.data.global_batch // config.data.micro_batch // world
-    sums = one * partial_sums(M) if exact else 0
-    join = 0 if world == 1 else one * (2 if exact else 1)  # what is sent and received
-    gradients = round(heap * (sums + one))
+    # Gradients that stand while the last is computed, which fast adds in place.
+    sums = one * (partial_sums(M) if exact else int(M > 1))
+    join = 2 * one if exact and world > 1 else 0  # what is sent and received
+    buckets = one if not exact and world > 1 else 0  # DDP's, for as long as the run lasts
+    gradients = round(heap * (sums + one if exact else one))
     moments = [
         round(heap * sums) + activations + logits,  # backward begins
         gradients,  # backward has ended; the last sum is added
@@ -77,8 +79,8 @@ def estimate_memory(
         one + (_muon_scratch(shapes, device) if muon else 0),  # the update
     ]
     runtime = RUNTIME if device == "cpu" else 0
-    peak = one + optimizer + max(moments) + runtime
-    return Memory(one, max(gradients, one + join), optimizer, activations, logits, peak)
+    peak = one + optimizer + buckets + max(moments) + runtime
+    return Memory(one, buckets + max(gradients, one + join), optimizer, activations, logits, peak)
 
 
 def bytes_per_token(c: ModelConfig, dtype: str, device: str = "cpu") -> int:

@@ -16,8 +16,9 @@ import torch
 from model.gpt import GPT
 from training.config import Config
 from training.distributed import Ranks
-from training.memory import estimate_memory
+from training.memory import estimate_memory, partial_sums
 from training.precision import Precision
+from training.reduction import pick_reduction
 
 CPU_SHARE = 0.5  # of the memory that is free, for all ranks of a machine together
 GPU_SHARE = 0.92  # of the whole memory; the rest is for fragments and what others take
@@ -49,7 +50,11 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 def fits_cpu(config: Config, size: int, ranks: Ranks, free: float) -> bool:
     """Whether the estimate for `size` is within this rank's part of the free memory."""
-    sized = replace(config, data=replace(config.data, micro_batch=size))
+    sized = replace(
+        config,
+        data=replace(config.data, micro_batch=size),
+        parallel=replace(config.parallel, reduction=reduction_at(config, size, ranks)),
+    )
     need = estimate_memory(sized, ranks.world, "cpu").peak
     return need * ranks.local_world <= CPU_SHARE * free
 
@@ -70,19 +75,28 @@ def attempt(config: Config, size: int, ranks: Ranks) -> bool:
     there."""
     device, T = ranks.device, config.model.context_length
     precision = Precision(getattr(torch, config.run.dtype), device.type)
+    mine = config.data.global_batch // ranks.world // size  # micro-batches of a step
+    exact = reduction_at(config, size, ranks) == "exact"
     try:
         model = GPT(config.model, config.run.attention).to(device)
-        # The optimizer's two slots, and on several ranks what is sent.
-        slots = 2 + (ranks.world > 1)
+        # The optimizer's two slots, on several ranks what is sent, and sums of gradients.
+        slots = 2 + (ranks.world > 1) + (partial_sums(mine) if exact else 0)
         held = [torch.zeros_like(p) for p in model.parameters() for _ in range(slots)]
         windows = torch.zeros(size, T, dtype=torch.int64, device=device)
-        with precision.autocast():
-            loss = model(windows, windows, reduction="sum")
-        loss.backward()
+        for _ in range(1 if exact else min(mine, 2)):  # the second adds to the first's gradient
+            with precision.autocast():
+                loss = model(windows, windows, reduction="sum")
+            loss.backward()
+            del loss
         del held
     except torch.OutOfMemoryError:
         return False
     return True
+
+
+def reduction_at(config: Config, size: int, ranks: Ranks) -> str:
+    """exact or fast, whichever a run with micro-batches of `size` windows takes."""
+    return pick_reduction(config.parallel.reduction, config.data.global_batch // size, ranks)
 
 
 def available_bytes() -> float | None:

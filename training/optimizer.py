@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from data.options import ConfigError
 from model.gpt import GPT
 from training.config import OptimConfig
+from training.precision import gpu_has_bfloat16_units
 
 Group = dict[str, Any]  # "params": list[Tensor], "lr", and the optimizer's own options
 
@@ -147,14 +148,15 @@ class Optimizers:
     One facade matters with float16: given two optimizers, GradScaler would step one while it skips
     the other's non-finite gradients.
 
-    dtype: the run's. Muon's products are in bfloat16 where the run's are, and on GPUs.
+    dtype: the run's. Muon's products are in bfloat16 where the run's are, and on GPUs that have
+    units for it.
     """
 
     def __init__(
         self,
         model: GPT,
         config: OptimConfig,
-        device_type: str,
+        device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._named = dict(model.named_parameters())  # a tied weight appears once
@@ -165,13 +167,13 @@ class Optimizers:
             {"params": self._of(name), "weight_decay": decay, **options}
             for name, decay in decays.items()
         ]
-        fused = device_type in ("cpu", "cuda")
+        fused = device.type in ("cpu", "cuda")
         self.parts: list[AdamW | Muon] = [AdamW(groups, fused=fused)]
         if self.names["muon"]:
             options = {"lr": config.muon_lr, "momentum": config.momentum}
             options["weight_decay"] = config.weight_decay
-            narrow = device_type == "cuda" or dtype == torch.bfloat16
-            products = torch.bfloat16 if narrow else torch.float32
+            gpu = device.type == "cuda" and gpu_has_bfloat16_units(device)
+            products = torch.bfloat16 if gpu or dtype == torch.bfloat16 else torch.float32
             self.parts.append(Muon([{"params": self._of("muon"), **options}], products))
         for group in self.param_groups:
             group["peak_lr"] = group["lr"]

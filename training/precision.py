@@ -51,8 +51,7 @@ def pick_dtype(asked: str, device: torch.device, width: int) -> tuple[str, str]:
     if asked != "auto":
         return asked, "as set"
     if device.type == "cuda":
-        # torch says bfloat16 "works" on older GPUs too, where it is emulated and crawls.
-        if torch.cuda.get_device_capability(device) >= (8, 0):
+        if gpu_has_bfloat16_units(device):
             return "bfloat16", "this GPU computes it natively"
         return "float16", "this GPU has no bfloat16 units"
     if device.type == "cpu" and cpu_has_bfloat16_units():
@@ -68,6 +67,11 @@ def pick_attention(asked: str, device: torch.device) -> str:
     if asked != "auto":
         return asked
     return "reference" if device.type == "mps" else "sdpa"
+
+
+def gpu_has_bfloat16_units(device: torch.device) -> bool:
+    """torch says bfloat16 "works" on older GPUs too, where it is emulated and crawls."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def cpu_has_bfloat16_units() -> bool:

@@ -140,6 +140,8 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, say: Say) -> Config:
     dtype, why = pick_dtype(config.run.dtype, ranks.device, model.d_model)
     attention = pick_attention(config.run.attention, ranks.device)
     run = replace(config.run, dtype=dtype, attention=attention)
+    if run.deterministic:  # before a micro-batch is tried
+        make_cublas_deterministic()
     micro_batch = config.data.micro_batch or max(1, config.data.global_batch // ranks.world)
     if micro_batch == "auto":
         micro_batch = pick_micro_batch(replace(config, model=model, run=run), ranks)
@@ -173,7 +175,6 @@ def prepare_process(config: Config) -> None:
         keep_freed_memory()
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32
     if config.run.deterministic:
-        make_cublas_deterministic()
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
 
@@ -193,7 +194,7 @@ def build_setup(config: Config, model: GPT, ranks: Ranks, say: Say) -> Setup:
     precision = Precision(getattr(torch, config.run.dtype), ranks.device.type)
     setup = Setup(
         model=model,
-        optimizers=Optimizers(model, config.optim, ranks.device.type, precision.dtype),
+        optimizers=Optimizers(model, config.optim, ranks.device, precision.dtype),
         scaler=precision.scaler(),
         precision=precision,
         ranks=ranks,
@@ -202,10 +203,10 @@ def build_setup(config: Config, model: GPT, ranks: Ranks, say: Say) -> Setup:
         seed=config.run.seed,
         grad_clip=config.optim.grad_clip,
     )
+    if ranks.world > 1 and setup.reduction == "fast":
+        setup.ddp = DistributedDataParallel(model, broadcast_buffers=False)  # they never change
     if config.run.compile:
         _compile(setup, config, say)
-    if ranks.world > 1 and setup.reduction == "fast":
-        setup.ddp = DistributedDataParallel(model)
     return setup
 
 
@@ -214,9 +215,14 @@ def _compile(setup: Setup, config: Config, say: Say) -> None:
     model, shape = setup.model, (config.data.micro_batch, config.model.context_length)
     tokens, targets = torch.zeros((2, *shape), dtype=torch.int64, device=setup.ranks.device)
     model.compile()  # in place: tensor names stay as they are
+    # Within DDP, so that it is compiled in as many parts as DDP has buckets, and each is sent as
+    # soon as it is there.
+    forward, alone = setup.ddp or model, setup.ddp.no_sync() if setup.ddp else contextlib.nullcontext()
     try:
-        with setup.precision.autocast():
-            model(tokens, targets, reduction="sum").backward()
+        with alone, setup.precision.autocast():
+            forward(tokens, targets, reduction="sum").backward()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever the compiler or its C++ toolchain raises
         model._compiled_call_impl = None
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
