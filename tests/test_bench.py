@@ -453,6 +453,16 @@ def test_verdicts_by_hand():
     assert bench_gpu.attention_row("x", [], 0.03)[3] == "no kernel"
 
 
+def test_the_limit_of_decoding_by_hand(monkeypatch):
+    # 1,000 bytes read and written in a quarter of a second at best.
+    times = iter([0.5, 0.25, 0.5])
+    monkeypatch.setattr(bench_gpu, "seconds_of", lambda work, device: next(times))
+    assert bench_gpu.measured_bandwidth(torch.device("cpu"), 1000, tries=3) == 8000
+    shape = ModelConfig(n_layers=3, n_heads=2, d_model=8, d_mlp=16, mlp="gelu").resolved(10)
+    # q, k, v, o of 8 x 8, up and down of 8 x 16, the head of 8 x 10, in float32
+    assert bench_gpu.bytes_of_a_token(GPT(shape)) == 4 * (3 * (4 * 64 + 2 * 128) + 80)
+
+
 def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
     tried = []
 

@@ -45,11 +45,6 @@ def test_speed_is_all_tokens_of_the_batch_over_the_median_call(ticking):
     assert not ticking
 
 
-def test_the_bound_is_one_over_the_median_of_the_products(ticking):
-    ticking += [99.0, 0.5, 0.25, 0.2]
-    assert bench_decode.bandwidth_bound(make_model(), rounds=3) == 4.0
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_products_are_every_matrix_of_a_token_once(monkeypatch, tied):
     """q, k, v, o, up, down of each layer, and the head; no embedding is a product. They are done

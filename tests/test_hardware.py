@@ -30,6 +30,8 @@ HALF, SINGLE = torch.bfloat16, torch.float32
         ("NVIDIA H100 PCIe", 756e12, 51e12),
         ("NVIDIA H100 NVL", 835e12, 60e12),
         ("NVIDIA H200", 989e12, 67e12),
+        ("NVIDIA H200 NVL", 835e12, 60e12),
+        ("NVIDIA GeForce RTX 3090 Ti", 80e12, 40e12),
         ("NVIDIA L4", 121e12, 30.3e12),
         ("NVIDIA L40S", 362e12, 91.6e12),
         ("Tesla V100-SXM2-16GB", 125e12, 15.7e12),

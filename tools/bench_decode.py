@@ -101,14 +101,6 @@ def decode_speed(
     return batch * new_tokens / statistics.median(call() for _ in range(rounds))
 
 
-def bandwidth_bound(model: GPT, rounds: int = 20) -> float:
-    """Tokens per second if a token took no more than its products of weights and a vector: the
-    median. What bounds those is reading the weights once."""
-    products = weight_products(model)
-    products()
-    return 1 / statistics.median(products() for _ in range(rounds))
-
-
 def seconds_a_token(model: GPT, work: Work, folder: Path | None) -> dict[str, float]:
     """Of each contender, in turn; medians of the rounds."""
     bounds, products = [], weight_products(model)
@@ -137,8 +129,7 @@ def beside(stream: Iterator[Tensor], count: int, products: Timed) -> tuple[float
 
 def weight_products(model: GPT) -> Timed:
     """Each matrix of the blocks, and the head, times a vector."""
-    weights = [module.weight for module in model.layers.modules() if isinstance(module, nn.Linear)]
-    weights.append(model.embed.weight if model.head is None else model.head.weight)
+    weights = weights_of_a_token(model)
     pairs = [(weight.new_ones(1, weight.shape[1]), product(weight, None, 1)) for weight in weights]
 
     @torch.inference_mode()
@@ -147,6 +138,12 @@ def weight_products(model: GPT) -> Timed:
             times_weight(x)
 
     return lambda: seconds_of(multiply, weights[0].device)
+
+
+def weights_of_a_token(model: GPT) -> list[Tensor]:
+    """What must be read to compute one: the matrices of the blocks, and the head."""
+    weights = [module.weight for module in model.layers.modules() if isinstance(module, nn.Linear)]
+    return [*weights, model.embed.weight if model.head is None else model.head.weight]
 
 
 def decoding(model: GPT, prompt_tokens: int, new_tokens: int, batch: int) -> Timed:

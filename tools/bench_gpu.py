@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,8 +19,14 @@ from data.options import ConfigError
 from model.attention import ATTENTION, Attend, reference_attention
 from model.config import ModelConfig
 from model.gpt import GPT
-from tools.bench_decode import bandwidth_bound, decode_speed
-from tools.bench_step import random_batch, share_of_peak, step_seconds, training_setup
+from tools.bench_decode import decode_speed, weights_of_a_token
+from tools.bench_step import (
+    random_batch,
+    seconds_of,
+    share_of_peak,
+    step_seconds,
+    training_setup,
+)
 from tools.bench_table import show
 from training.config import load_config
 from training.hardware import known_peak, measured_peak
@@ -39,9 +46,11 @@ WARMUP, STEPS = 3, 10
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured: a matrix product's rows; models, and batches to try, largest first."""
+    """What is measured: a matrix product's rows; bytes to copy; models, and batches to try, largest
+    first."""
 
     product: int
+    copy: int
     models: dict[str, tuple[ModelConfig, tuple[int, ...]]]
     prompt_tokens: int
     new_tokens: int
@@ -70,7 +79,7 @@ def bench_gpu(*, device: str, quick: bool) -> int:
         "training: a step in bfloat16, compiled on a GPU; the limit is the measured product; ratio "
         "is MFU (6 a matrix parameter + 12 L C T FLOPs a token)",
         f"decoding: {work.prompt_tokens} + {work.new_tokens} tokens, one sequence; the limit is "
-        "reading the weights once a token",
+        "reading the weights once a token, as fast as memory is copied",
     )
     return int(any(row[3] == "WRONG" for row in right))
 
@@ -80,7 +89,7 @@ def real_work() -> Work:
     small = load_config([str(ROOT / "config/gpt2_124m.py")]).model
     medium = replace(small, n_layers=24, n_heads=16, d_model=1024)
     models = {"124M": (small, (32, 16, 8, 4)), "350M": (medium, (16, 8, 4, 2))}
-    return Work(8192, models, prompt_tokens=16, new_tokens=128)
+    return Work(8192, 2**30, models, prompt_tokens=16, new_tokens=128)
 
 
 def toy_work() -> Work:
@@ -89,7 +98,7 @@ def toy_work() -> Work:
         real_work().models["124M"][0],
         **{"n_layers": 1, "n_heads": 2, "d_model": 32, "context_length": 32, "vocab_size": 64},
     )
-    return Work(64, {"toy": (shape, (2, 1))}, prompt_tokens=4, new_tokens=8)
+    return Work(64, 2**16, {"toy": (shape, (2, 1))}, prompt_tokens=4, new_tokens=8)
 
 
 # Attention
@@ -171,9 +180,22 @@ def decode_row(device: torch.device, work: Work) -> list[str]:
     model = model.to(device).eval()
     forget_memory(device)
     lengths = {"prompt_tokens": work.prompt_tokens, "new_tokens": work.new_tokens}
-    speed, bound = decode_speed(model, batch=1, **lengths), bandwidth_bound(model)
+    speed = decode_speed(model, batch=1, **lengths)
+    bound = measured_bandwidth(device, work.copy) / bytes_of_a_token(model)
     told = [f"{speed:.0f} tokens/s", f"{bound:.0f} tokens/s", f"{speed / bound:.2f}"]
     return [f"decoding {name}, float32", *told, memory_text(device)]
+
+
+def bytes_of_a_token(model: GPT) -> int:
+    return sum(weight.nbytes for weight in weights_of_a_token(model))
+
+
+def measured_bandwidth(device: torch.device, size: int, tries: int = 20) -> float:
+    """Bytes a second that are read or written: the best of some copies of `size` bytes."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = min(seconds_of(lambda: target.copy_(source), device) for _ in range(tries))
+    return 2 * size / best
 
 
 def train_row(
@@ -212,6 +234,7 @@ def on_gpu(device: torch.device) -> bool:
 def forget_memory(device: torch.device) -> None:
     """Free what is no longer used; the peak starts anew."""
     if on_gpu(device):
+        gc.collect()  # a compiled model refers to itself
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 

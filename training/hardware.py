@@ -11,6 +11,7 @@ import torch
 # Dense bfloat16/float16 and float32 (TF32 off) peaks in FLOP/s, from the vendors' datasheets.
 PEAKS: dict[str, tuple[float, float]] = {
     "B200": (2250e12, 75e12),
+    "H200 NVL": (835e12, 60e12),
     "H200": (989e12, 67e12),
     "H100 PCIe": (756e12, 51e12),
     "H100 NVL": (835e12, 60e12),
@@ -22,6 +23,7 @@ PEAKS: dict[str, tuple[float, float]] = {
     "V100": (125e12, 15.7e12),
     "T4": (65e12, 8.1e12),
     "RTX 4090": (165e12, 82.6e12),
+    "RTX 3090 Ti": (80e12, 40e12),
     "RTX 3090": (71e12, 35.6e12),
 }
 
@@ -63,9 +65,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def measured_peak(device: torch.device, dtype: torch.dtype, size: int, tries: int = 8) -> float:
     """The best of some square matrix products, in FLOP/s (2 size^3 operations each).
 
-    Short ones, so that on a busy machine one of them is not interrupted.
+    Short ones, so that on a busy machine one of them is not interrupted. Of numbers at random: a
+    GPU that multiplies ones draws less power, and is faster than it ever is in training.
     """
-    a = torch.ones(size, size, dtype=dtype, device=device)
+    rng = torch.Generator(device).manual_seed(0)
+    a = torch.empty(size, size, dtype=dtype, device=device).normal_(generator=rng)
     best = float("inf")
     for _ in range(tries):
         _synchronize(device)

@@ -217,7 +217,10 @@ def _compile(setup: Setup, config: Config, say: Say) -> None:
     model.compile()  # in place: tensor names stay as they are
     # Within DDP, so that it is compiled in as many parts as DDP has buckets, and each is sent as
     # soon as it is there.
-    forward, alone = setup.ddp or model, setup.ddp.no_sync() if setup.ddp else contextlib.nullcontext()
+    forward, alone = (
+        setup.ddp or model,
+        setup.ddp.no_sync() if setup.ddp else contextlib.nullcontext(),
+    )
     try:
         with alone, setup.precision.autocast():
             forward(tokens, targets, reduction="sum").backward()
