@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from data.options import ConfigError, parse_sections, run_command
+from data.command import ended_by_ctrl_c, run_command
+from data.options import ConfigError, parse_sections
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from torch import Tensor
@@ -66,11 +67,12 @@ def main(argv: list[str]) -> int:
     options, settings = parsed[""], parsed["sampling"]
     prompt = read_prompt(options)
 
-    import torch
+    with ended_by_ctrl_c():
+        import torch
 
-    from training.distributed import pick_device
-    from training.precision import Precision
-    from training.weights import load_for_sampling
+        from training.distributed import pick_device
+        from training.precision import Precision
+        from training.weights import load_for_sampling
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.options import run_command
+from data.command import ended_by_ctrl_c, run_command
 from training.config import load_config
 
 if TYPE_CHECKING:  # torch takes a second to import: a mistake in the config is told before
@@ -17,15 +17,16 @@ def main(argv: list[str]) -> int:
     """config -> ranks -> folder -> data -> model -> optimizer -> resume -> loop -> sample.
 
     Returns 0, or 128 + signal after saving. Mistakes and faults are exceptions that carry their own
-    exit code (data/options.py, run_command).
+    exit code (data/command.py).
     """
     config = load_config(argv)
 
-    from training import screen, startup
-    from training.checkpoint import Checkpoints
-    from training.distributed import join_ranks
-    from training.run import Run, recording
-    from training.signals import Interrupts
+    with ended_by_ctrl_c():
+        from training import screen, startup
+        from training.checkpoint import Checkpoints
+        from training.distributed import join_ranks
+        from training.run import Run, recording
+        from training.signals import Interrupts
 
     with ExitStack() as stack:
         ranks = join_ranks(config.parallel.mode, config.parallel.timeout)

@@ -29,5 +29,5 @@ config = Config(
     schedule=ScheduleConfig(schedule="wsd", warmup_steps=20, decay_fraction=0.7),
     # eval_windows=0: the whole validation text, each time the same
     run=RunConfig(max_steps=1200, eval_interval=100, eval_windows=0, checkpoint_interval=100),
-    log=LogConfig(sample_prompt="ROMEO:"),
+    log=LogConfig(sample_prompt="\n"),  # which every text knows
 )

@@ -7,21 +7,14 @@ A section called "" has no prefix, so its options are typed by their own name al
 from __future__ import annotations
 
 import difflib
-import errno
-import gc
-import io
-import os
 import re
-import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from data.values import BOOLS, in_short, parse_value
-
-UNWRITABLE = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM")
 
 Section = TypeVar("Section")
 
@@ -249,38 +242,3 @@ def typed_text(value: Any) -> str:
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "none"
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value) or '""'
-
-
-# Exit codes
-
-
-def run_command(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Run `main` on the command line and exit: 0, or the code that its error carries.
-
-    An error with an `exit_code` becomes "error: ..." lines on stderr, a disk that is full or not
-    ours to write becomes 5, Ctrl-C 130. Anything else is a bug of ours and keeps its traceback.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what a console cannot show becomes "?"
-    try:
-        code = main(sys.argv[1:]) or 0
-    except KeyboardInterrupt:
-        code = 130
-    except BrokenPipeError:  # the reader (`| head`) has gone: nothing is wrong
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
-    except Exception as error:
-        code = exit_code_of(error)
-        if code == 1:
-            raise
-        for line in getattr(error, "problems", None) or [str(error)]:
-            print(f"error: {line}", file=sys.stderr)
-    gc.freeze()  # or Python, on its way out, looks at each of torch's objects again: half a second
-    sys.exit(code)
-
-
-def exit_code_of(error: BaseException) -> int:
-    """The process's exit code for an error; 1 for one that nobody foresaw."""
-    if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in UNWRITABLE:
-        return 5
-    return getattr(error, "exit_code", 1)

@@ -23,9 +23,10 @@ from typing import Annotated
 
 from data.bpe import SPLIT_PATTERN
 from data.build import build
+from data.command import run_command
 from data.config import DataConfig
 from data.meta import META_FILE, read_meta
-from data.options import ConfigError, parse_sections, run_command
+from data.options import ConfigError, parse_sections
 from data.plan import Say, make_plan
 from data.preview import preview
 from data.record import has_same_content, is_complete, is_current, lock, source_record
@@ -88,6 +89,7 @@ def prepare(
     try:
         with lock(folder.with_name(f".{folder.name}.lock"), say), _removed(spool):
             if from_stdin and not _spool(spool) and is_complete(folder):
+                say(f"nothing came on standard input; using {folder}, prepared from what once came")
                 return folder
             sources = [open_source(spec, spool) for spec, _ in parts]
             if not is_current(folder, sources):  # nobody has made it while we waited

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from data.command import make_folder
 from data.meta import META_FILE, write_json
 from data.sources import Source
 
@@ -56,7 +57,7 @@ def lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
         say("this platform has no file locks: prepare with one process at a time")
         yield
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, "data.prepared_dir")
     with path.open("a+") as stream:
         waiting = False
         while not _try_lock(fcntl, stream):

@@ -77,6 +77,8 @@ TEXT_SUFFIXES = frozenset(
         ".sql",
     ]
 )
+# A folder with these files is a run, or prepared data, and no text: it may lie in the source.
+OURS = ({"run.json", "metrics.jsonl"}, {"meta.json", "source.json"})
 PART = re.compile(r"(.+?)\*(\d+\.?\d*|\.\d+)(?:\+|$)")
 
 
@@ -195,13 +197,20 @@ def _stdlib() -> Source:
 
 
 def _folder(spec: str, root: Path) -> Source:
-    found = [f for f in root.rglob("*") if f.is_file()]
-    found = [f for f in found if not any(p.startswith(".") for p in f.relative_to(root).parts)]
+    found, ours = [], 0
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        if any(mark.issubset(names) for mark in OURS):
+            inside[:], ours = [], ours + 1
+            continue
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    found = [file for file in found if file.is_file()]
     kept = [f for f in found if kind_of(f) != "text" or _text_suffix(f) in TEXT_SUFFIXES]
     left_out = Counter(_text_suffix(f) or "no suffix" for f in set(found) - set(kept))
     kinds = ", ".join(f"{n} x {suffix}" for suffix, n in left_out.most_common(5))
-    note = f"{left_out.total()} files of other kinds left out: {kinds}" if left_out else ""
-    return Source(spec, root, _sorted(kept, root), note)
+    notes = [f"{left_out.total()} files of other kinds left out: {kinds}"] if left_out else []
+    notes += [f"{ours} folders of runs or prepared data left out"] if ours else []
+    return Source(spec, root, _sorted(kept, root), "; ".join(notes))
 
 
 def _text_suffix(file: Path) -> str:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from data.options import run_command
+from data.command import run_command
 
 ROOT = Path(__file__).parents[1]
 

@@ -133,6 +133,17 @@ def test_mistakes_are_told(command, argv, said):
     assert said in err
 
 
+def test_only_a_page_of_ours_is_written_over(command, trained, tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("mine")
+    code, _, err = command(attention.main, trained, "--prompt=def ", f"--out={path}")
+    assert (code, path.read_text()) == (2, "mine")
+    assert err == f"error: out={path}: exists, and is no page of ours; name another file\n"
+    for _ in range(2):
+        out = tmp_path / "page.html"
+        assert command(attention.main, trained, "--prompt=def ", f"--out={out}")[0] == 0
+
+
 def test_a_run_that_is_not_there_is_told(command, tmp_path):
     code, _, err = command(attention.main, Path(tmp_path, "none"), "--prompt=def")
     assert code == 2

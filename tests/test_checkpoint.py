@@ -16,7 +16,8 @@ import torch
 
 import training.checkpoint
 import training.manifest
-from data.options import ConfigError, exit_code_of
+from data.command import exit_code_of
+from data.options import ConfigError
 from training.checkpoint import Checkpoints, find_checkpoint, load_model_tensors
 from training.loading import load_checkpoint
 from training.manifest import MANIFEST, DamagedCheckpoint, read_manifest, write_file, write_manifest

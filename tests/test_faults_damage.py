@@ -13,8 +13,8 @@ import pytest
 import torch
 from faultlib import train, verified
 
+from data.command import exit_code_of
 from data.meta import DamagedData, check_tokenizer, read_meta
-from data.options import exit_code_of
 from data.record import has_same_content
 from data.shards import Windows
 from data.tokenizer import load_tokenizer

@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import training.manifest
+from data.command import exit_code_of
 from data.config import DataConfig
 from data.meta import read_meta
-from data.options import ConfigError, exit_code_of
+from data.options import ConfigError
 from data.shards import Windows
 from data.tokenizer import load_tokenizer
 from training.checkpoint import Checkpoints, find_checkpoint

@@ -1,11 +1,7 @@
-"""Options: values by annotation, the command line, help, and exit codes."""
+"""Options: values by annotation, the command line, and help."""
 
 from __future__ import annotations
 
-import errno
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal, Optional
 
@@ -15,7 +11,6 @@ from hypothesis import strategies as st
 
 from data.options import (
     ConfigError,
-    exit_code_of,
     help_text,
     options_of,
     parse_arguments,
@@ -345,55 +340,3 @@ def test_help_keeps_long_options_apart_from_their_text():
     lines = help_text("u", {"": Wide}).splitlines()
     assert lines[-2].strip() == "--a_very_long_name=quite_long|longer_still"
     assert lines[-1].split() == ["what", "[quite_long]"]
-
-
-# Exit codes
-
-
-def run_main(body: str) -> subprocess.CompletedProcess[str]:
-    code = f"from data.options import *\ndef main(argv):\n    {body}\nrun_command(main)"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("body", ["return 0", "raise ConfigError('one')"])
-def test_on_the_way_out_nothing_is_collected(body):
-    """Python would look for cycles, which takes long where there are many objects."""
-    cycle = "a = type('A', (), {'__del__': lambda self: print('collected')})(); a.a = a; del a"
-    ended = run_main(f"{cycle}; {body}")
-    assert ended.stdout == ""
-
-
-@pytest.mark.parametrize(
-    ("body", "code", "said"),
-    [
-        ("return None", 0, ""),
-        ("return 4", 4, ""),
-        ("raise ConfigError(['one', 'two'])", 2, "error: one\nerror: two\n"),
-        ("raise ConfigError('only')", 2, "error: only\n"),
-        ("raise OSError(28, 'No space left on device')", 5, "error: [Errno 28] No space left"),
-        ("raise KeyboardInterrupt", 130, ""),
-        ("raise SystemExit(7)", 7, ""),
-        ("raise RuntimeError('a bug')", 1, "Traceback"),
-        ("raise FileNotFoundError(2, 'no such file')", 1, "Traceback"),
-        ("raise BrokenPipeError", 141, ""),
-    ],
-)
-def test_an_error_becomes_its_exit_code(body, code, said):
-    ended = run_main(body)
-    assert ended.returncode == code
-    assert ended.stderr.startswith(said) if said else ended.stderr == ""
-
-
-@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG"])
-def test_a_disk_that_cannot_be_written_is_5(name):
-    number = getattr(errno, name)
-    assert exit_code_of(OSError(number, os.strerror(number))) == 5
-
-
-def test_an_error_brings_its_own_code():
-    class Held(Exception):
-        exit_code = 6
-
-    assert exit_code_of(Held()) == 6
-    assert exit_code_of(OSError(errno.ENOENT, "no such file")) == 1
-    assert exit_code_of(ConfigError("x")) == 2

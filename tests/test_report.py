@@ -365,6 +365,24 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(command, tmp_path
     assert (tmp_path / "c.html").exists()
 
 
+def test_a_page_is_written_over_a_page_of_ours_alone(command, tmp_path, trained):
+    from tools.report import main
+
+    path = tmp_path / "mine.html"
+    path.write_text("<!doctype html>mine")
+    code, out, err = command(main, trained, f"--out={path}")
+    assert (code, out) == (2, "")
+    assert err == f"error: out={path}: exists, and is no page of ours; name another file\n"
+    assert path.read_text() == "<!doctype html>mine"
+    path.unlink()
+    for _ in range(2):
+        assert command(main, trained, f"--out={path}")[0] == 0
+    assert command(main, trained, f"--out={tmp_path}")[2].endswith("name a file in it\n")
+    nowhere = tmp_path / "not/there.html"
+    assert "there is no folder" in command(main, trained, f"--out={nowhere}")[2]
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
 def test_a_folder_without_a_run_is_a_mistake(command, tmp_path):
     code, out, err = command(report_tool.main, tmp_path)
     assert code == 2

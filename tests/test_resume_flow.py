@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,45 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(killed_at, train_
     assert [e["attempt"] for e in read_metrics(tmp_path / "metrics.jsonl") if "loss" in e] == [
         2
     ] * 3
+
+
+def test_a_run_that_saved_nothing_gives_way_to_another_recipe(trained, train_tiny):
+    shutil.rmtree(trained / "checkpoints")
+    assert train_tiny(trained, lr=0.005, max_steps=2) == 0
+    saved = json.loads((trained / "run.json").read_text())
+    assert (saved["optim"]["lr"], saved["run"]["max_steps"]) == (0.005, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "snapshots.jsonl", "report.html", "checkpoints/best"]
+)
+def test_a_folder_of_someone_else_is_refused_and_left_as_it_is(train_tiny, tmp_path, name):
+    for file in (name, "checkpoints/.tmp-mine/notes", "log.txt"):
+        (tmp_path / "run" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / file).write_text("mine")
+    told = rf"holds .*{name.partition('/')[0]}.*, but no run.json: not a run's folder"
+    with pytest.raises(ConfigError, match=told):
+        train_tiny(tmp_path / "run")
+    for file in (name, "checkpoints/.tmp-mine/notes"):
+        assert (tmp_path / "run" / file).read_text() == "mine"
+    assert train_tiny(tmp_path / "run", overwrite=True, max_steps=2) == 0
+    assert (tmp_path / "run.old" / name).read_text() == "mine"
+
+
+def test_a_log_in_the_folder_is_no_hindrance(train_tiny, tmp_path):
+    (tmp_path / "log.txt").write_text("mine")
+    assert train_tiny(tmp_path, max_steps=2) == 0
+    assert (tmp_path / "log.txt").read_text() == "mine"
+
+
+def test_a_damaged_run_json_is_named_with_the_way_on(train_tiny, tmp_path):
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ConfigError) as caught:
+        train_tiny(tmp_path)
+    damage, way_on = caught.value.problems
+    assert damage.startswith(f"{tmp_path}: run.json is not JSON: ")
+    assert way_on == "to move the folder aside: --overwrite=true"
+    assert train_tiny(tmp_path, overwrite=True, max_steps=2) == 0
 
 
 def test_a_finished_run_says_so_and_is_left_as_it_is(trained, train_tiny, capsys):

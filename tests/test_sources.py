@@ -178,6 +178,18 @@ def test_a_folder_is_read_in_the_order_of_its_names_without_what_is_no_text(tmp_
     assert "1 x .png" in open_source(str(tmp_path)).note
 
 
+def test_runs_and_prepared_data_within_a_folder_are_no_text(tmp_path):
+    """Their JSON lines would be, and a run's grow while it is running."""
+    write(tmp_path / "a.jsonl", '{"text": "mine"}')
+    for name in ("run.json", "metrics.jsonl", "checkpoints/step-1/state.json"):
+        write(tmp_path / "out/small" / name, '{"text": "a run"}')
+    for name in ("meta.json", "source.json", "tokenizer/x.txt", "train-00-000000.bin"):
+        write(tmp_path / "data/prepared/x" / name, '{"text": "prepared"}')
+    write(tmp_path / "out/notes.txt", "notes")
+    assert documents(tmp_path) == ["mine", "notes"]
+    assert open_source(str(tmp_path)).note == "2 folders of runs or prepared data left out"
+
+
 def test_a_glob_names_exactly_what_is_read(tmp_path):
     for name in ("x1.md", "x2.odd", "y.md"):
         write(tmp_path / name, name)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from data.options import ConfigError, parse_options, run_command
+from data.command import run_command
+from data.options import ConfigError, parse_options
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from torch import Tensor
@@ -50,8 +51,11 @@ def main(argv: list[str]) -> int:
 
     import torch
 
+    from training.report import check_page
     from training.weights import load_for_sampling
 
+    if options.out:
+        check_page(Path(options.out))
     model, tokenizer = load_for_sampling(Path(run), options.which, torch.device("cpu"))
     ids = tokenizer.encode(options.prompt)
     shown = ids[: min(options.tokens, model.config.context_length)]

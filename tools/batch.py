@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from data.options import ConfigError, parse_options, run_command
+from data.command import run_command
+from data.options import ConfigError, parse_options
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from training.config import Config

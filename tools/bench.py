@@ -21,7 +21,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from data.options import ConfigError, parse_arguments, parse_options, run_command
+from data.command import run_command
+from data.options import ConfigError, parse_arguments, parse_options
 
 # mode -> where bench_<mode> is: tools/bench_<part>.py. Its parameters are the options it reads.
 MODES = {

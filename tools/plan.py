@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from data.options import ConfigError, help_text, options_of, parse_options, run_command
+from data.command import run_command
+from data.options import ConfigError, help_text, options_of, parse_options
 from training.config import SECTIONS, Config, load_config
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right

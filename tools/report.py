@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from data.options import ConfigError, parse_options, run_command
+from data.command import run_command
+from data.options import ConfigError, parse_options
 
 USAGE = (
     "python -m tools.report RUN [RUN ...] [--out=FILE], such as: python -m tools.report out/small"
@@ -24,11 +25,13 @@ def main(argv: list[str]) -> int:
     """Write the report and say where it is."""
     options, runs = parse_options(argv, ReportOptions, usage=USAGE, positionals=["RUN..."])
     from training.history import REPORT
-    from training.report import write_report
+    from training.report import check_page, write_report
 
     folders = [Path(run) for run in runs]
     default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
     path = Path(options.out) if options.out else default
+    if path.parent != folders[0]:
+        check_page(path)
     try:
         write_report(folders, path)
     except ImportError as error:

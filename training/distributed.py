@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.options import ConfigError, exit_code_of
+from data.command import exit_code_of
+from data.options import ConfigError
 from training.pulse import Pulse
 
 POLL_SECONDS = 0.05  # between two looks at what another rank has posted

@@ -10,8 +10,12 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from data.command import make_folder
 from data.options import ConfigError
 from training.manifest import free_name
+
+# What a run writes into its folder, run.json first.
+WRITTEN = ("run.json", "metrics.jsonl", "snapshots.jsonl", "checkpoints", "report.html")
 
 
 class FolderHeld(RuntimeError):
@@ -32,12 +36,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     except ImportError:  # Windows: no flock
         yield
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(
-            f"run.out_dir={folder}: {error.filename} is a file, not a folder"
-        ) from error
+    make_folder(folder, "run.out_dir")
     path = folder / ".lock"
     with open(path, "a+", encoding="utf-8", errors="replace") as file:
         try:
@@ -54,6 +53,18 @@ def lock_folder(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def check_own(folder: Path) -> None:
+    """Raises ConfigError for a folder with files that a run would write to, but that no run left:
+    they are someone's. Other files may be there: a log, say."""
+    if (folder / "run.json").exists() or any(folder.glob("checkpoints/step-*")):
+        return
+    if found := [name for name in WRITTEN if (folder / name).exists()]:
+        raise ConfigError(
+            f"run.out_dir={folder}: holds {', '.join(found)}, but no run.json: not a run's folder. "
+            "Choose another --out_dir, or --overwrite=true to move this one aside"
+        )
 
 
 def move_aside(folder: Path) -> Path:

@@ -11,11 +11,14 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from data.options import ConfigError
 from training import page
 from training.charts import Charts, draw
 from training.history import REPORT, History, read_history
 
 Say = Callable[[str], None]
+
+GENERATOR = '<meta name="generator" content="plainGPT">'  # by which our pages know each other
 
 
 def write_report(folders: Sequence[Path], path: Path) -> Path:
@@ -32,6 +35,20 @@ def write_report(folders: Sequence[Path], path: Path) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def check_page(path: Path) -> None:
+    """Raises ConfigError unless a page of ours may be written there: over another one of ours, but
+    over nothing else."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"out={path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ConfigError(f"out={path}: is a folder; name a file in it")
+    if path.exists():
+        with path.open("rb") as file:
+            ours = GENERATOR.encode() in file.read(1000)
+        if not ours:
+            raise ConfigError(f"out={path}: exists, and is no page of ours; name another file")
 
 
 def try_report(folder: Path, say: Say) -> bool:
@@ -70,6 +87,7 @@ def make_page(histories: Sequence[History], charts: Charts) -> str:
     body = "\n".join(block for block in blocks if block)
     return (
         '<!doctype html>\n<html lang="en" data-theme="light"><head><meta charset="utf-8">\n'
+        f"{GENERATOR}\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{page.escape(title)}</title>\n<style>\n{style}</style>\n</head><body>\n{body}\n"
         f"{charts.library}\n{charts.script}\n<script>\n{script}</script>\n</body></html>\n"

@@ -29,7 +29,7 @@ from training.checkpoint import (
 )
 from training.config import Config, from_json, to_json
 from training.distributed import Ranks, default_threads, make_cublas_deterministic
-from training.folder import lock_folder, move_aside
+from training.folder import WRITTEN, check_own, lock_folder, move_aside
 from training.hardware import hardware_name, keep_freed_memory
 from training.loading import config_of
 from training.microbatch import pick_micro_batch
@@ -51,7 +51,7 @@ def open_run(
     Returns the config to go on with and the checkpoint to go on from, if there is one. The lock is
     held until `stack` closes.
 
-    Raises ConfigError if the run there has another recipe, FolderHeld if another process has it.
+    Raises ConfigError if it holds another's files or recipe, FolderHeld if a process has it.
     """
 
     def look() -> dict[str, str]:
@@ -59,6 +59,7 @@ def open_run(
         stack.enter_context(lock_folder(folder))
         if config.run.overwrite:  # see clear_folder
             return {"config": to_json(inherit_model(config, say)), "checkpoint": ""}
+        check_own(folder)
         checkpoints = Checkpoints(folder / "checkpoints", say)
         checkpoints.clean()
         newest = checkpoints.newest()
@@ -67,7 +68,7 @@ def open_run(
         if newest is None and config.run.resume == "must":
             raise ConfigError(f"run.resume=must: {folder} holds no checkpoint to go on from")
         saved = _saved_config(folder, newest)
-        if saved is None:
+        if saved is None or (newest is None and resume_problems(saved, config, must=False)):
             return {"config": to_json(inherit_model(config, say)), "checkpoint": ""}
         problems = resume_problems(saved, config, config.run.resume == "must")
         if problems:
@@ -83,7 +84,7 @@ def open_run(
 def clear_folder(config: Config, ranks: Ranks, stack: contextlib.ExitStack, say: Say) -> None:
     """With `run.overwrite`, move an old run aside: last, when no mistake is left to be found."""
     folder = Path(config.run.out_dir)
-    holds_run = (folder / "run.json").exists() or (folder / "checkpoints").exists()
+    holds_run = any((folder / name).exists() for name in WRITTEN)
     if ranks.first and config.run.overwrite and holds_run:
         say(f"moved the old run to {move_aside(folder)}")
         stack.enter_context(lock_folder(folder))
@@ -93,7 +94,11 @@ def _saved_config(folder: Path, newest: Checkpoint | None) -> Config | None:
     if newest is not None:
         return config_of(newest)
     path = folder / "run.json"
-    return from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    try:
+        return from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except ConfigError as error:
+        lines = [f"{folder}: {line}" for line in error.problems]
+        raise ConfigError([*lines, "to move the folder aside: --overwrite=true"]) from error
 
 
 @dataclass(frozen=True)
@@ -215,8 +220,7 @@ def _compile(setup: Setup, config: Config, say: Say) -> None:
     model, shape = setup.model, (config.data.micro_batch, config.model.context_length)
     tokens, targets = torch.zeros((2, *shape), dtype=torch.int64, device=setup.ranks.device)
     model.compile()  # in place: tensor names stay as they are
-    # Within DDP, so that it is compiled in as many parts as DDP has buckets, and each is sent as
-    # soon as it is there.
+    # Within DDP it is compiled in as many parts as there are buckets, each sent once it is there.
     forward, alone = (
         setup.ddp or model,
         setup.ddp.no_sync() if setup.ddp else contextlib.nullcontext(),
