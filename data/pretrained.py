@@ -36,6 +36,18 @@ TIKTOKEN_FILES = {
 COMMON_EOTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
+# Ids of the encodings that tiktoken knows by name; a table, since asking it may need the network.
+TIKTOKEN_SIZES = {
+    "gpt2": 50257,
+    "r50k_base": 50257,
+    "p50k_base": 50281,
+    "p50k_edit": 50284,
+    "cl100k_base": 100277,
+    "o200k_base": 200019,
+    "o200k_harmony": 201088,
+}
+
+
 # tiktoken's encodings
 
 

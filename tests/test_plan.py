@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from data.options import ConfigError
 from model.config import ModelConfig
@@ -299,6 +300,19 @@ def test_mistakes_are_told(command, argv, said, tmp_path):
     assert code == 2
     assert said in err
     assert out == ""
+
+
+def test_weights_to_start_from_bring_their_shape(command, trained, tmp_path):
+    config, prepared = ROOT / "config/finetune_shakespeare.py", f"--prepared_dir={tmp_path}"
+    argv = [config, "--context_length=16", "--tokenizer=char", prepared]
+    code, out, err = command(plan.main, *argv, f"--init_from={trained}")
+    assert code == 0, err
+    weights = load_file(trained / "checkpoints/step-8/model.safetensors")
+    count = sum(weight.numel() for weight in weights.values())
+    assert out.startswith(f"{count:,} parameters, ")
+    code, out, err = command(plan.main, *argv, f"--init_from={tmp_path / 'nowhere'}")
+    assert code == 0, err
+    assert f"run.init_from={tmp_path / 'nowhere'}: not here; the shape is the config's" in out
 
 
 def test_a_vocabulary_that_nobody_knows_yet_is_said_to_be_assumed(tmp_path):

@@ -7,6 +7,7 @@ data is prepared.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from data.command import run_command
@@ -37,16 +38,6 @@ GPUS = {
     "T4": 16,
 }
 DRIVER_BYTES = 0.6e9  # a CUDA context with its kernels
-# Ids of the encodings that tiktoken knows by name; a table, since asking it may need the network.
-TIKTOKEN_SIZES = {
-    "gpt2": 50257,
-    "r50k_base": 50257,
-    "p50k_base": 50281,
-    "p50k_edit": 50284,
-    "cl100k_base": 100277,
-    "o200k_base": 200019,
-    "o200k_harmony": 201088,
-}
 
 
 @dataclass(frozen=True)
@@ -57,20 +48,17 @@ class PlanOptions:
     mfu: Annotated[float, "share of the hardware's peak that training reaches"] = 0.4
 
     def problems(self) -> list[str]:
-        found = []
-        if self.ranks is not None and self.ranks < 1:
-            found.append(f"ranks={self.ranks}: must be at least 1")
-        if not 0 < self.mfu <= 1:
-            found.append(f"mfu={self.mfu}: must be in (0, 1]")
-        return found
+        some = self.ranks is None or self.ranks >= 1
+        found = [] if some else [f"ranks={self.ranks}: must be at least 1"]
+        return found if 0 < self.mfu <= 1 else [*found, f"mfu={self.mfu}: must be in (0, 1]"]
 
 
 def main(argv: list[str]) -> int:
     """Print the plan."""
     options, rest = take_options(argv)
-    config = load_config(rest, usage=USAGE)
-    size, meta, note = vocabulary(config)
-    config = replace(config, model=resolved_model(config, size))
+    config, notes = with_weights(load_config(rest, usage=USAGE))
+    vocab_size, meta, note = vocabulary(config)
+    config = replace(config, model=resolved_model(config, vocab_size))
     worlds = [options.ranks] if options.ranks else [w for w in (1, 8) if spreads(config, w)]
     if options.ranks and not spreads(config, options.ranks):
         raise ConfigError(
@@ -83,7 +71,7 @@ def main(argv: list[str]) -> int:
 
     model = meta_model(config.model)
     blocks = [
-        head_lines(config, model, meta, note),
+        head_lines(config, model, meta, [*notes, note] if note else notes),
         parameter_lines(config, model),
         memory_lines(config, worlds),
         time_lines(config, model, options.ranks or 1, options.mfu),
@@ -112,28 +100,40 @@ def take_options(argv: list[str]) -> tuple[PlanOptions, list[str]]:
     return parse_options(own, PlanOptions, usage=USAGE)[0], rest
 
 
+def with_weights(config: Config) -> tuple[Config, list[str]]:
+    """The config with the shape of the weights it starts from, and notes. Nothing is fetched."""
+    source = config.run.init_from
+    if source and not Path(source).exists():
+        return config, [f"run.init_from={source}: not here; the shape is the config's"]
+    from training.weights import inherit_model
+
+    notes: list[str] = []
+    return inherit_model(config, notes.append), notes
+
+
 def vocabulary(config: Config) -> tuple[int, Meta | None, str]:
     """The number of ids, what the prepared data says if it is there, a note if that is assumed."""
     from data.meta import read_meta
     from data.prepare import prepared_folder
+    from data.pretrained import TIKTOKEN_SIZES
 
     try:
         meta = read_meta(prepared_folder(config.data))
         return meta.vocab_size, meta, ""
-    except (ConfigError, OSError):  # not prepared, or the source is not there
-        pass
+    except (ConfigError, OSError):
+        pass  # not prepared, or the source is not there
     name = config.data.tokenizer
     if name.startswith("bpe:"):
         return int(name.partition(":")[2]), None, ""
-    if name == "byte":
-        return 257, None, ""
-    if name in TIKTOKEN_SIZES:
-        return TIKTOKEN_SIZES[name], None, ""
+    sizes = {"byte": 257, **TIKTOKEN_SIZES}
+    if name in sizes:
+        return sizes[name], None, ""
     if name.startswith("hf:"):
         from data.pretrained import hf_from_folder
 
         return hf_from_folder(name.removeprefix("hf:")).vocab_size, None, ""
-    return 128, None, "vocabulary of 128 assumed: it is known once the data is prepared"
+    size = config.model.vocab_size or 128
+    return size, None, f"vocabulary of {size} assumed: it is known once the data is prepared"
 
 
 def resolved_model(config: Config, vocab_size: int) -> Any:
@@ -178,7 +178,7 @@ def on_ranks(config: Config, world: int, device: str) -> Config:
 # The blocks of the plan
 
 
-def head_lines(config: Config, model: GPT, meta: Meta | None, note: str) -> list[str]:
+def head_lines(config: Config, model: GPT, meta: Meta | None, notes: list[str]) -> list[str]:
     """Size, length, and how the two fit each other."""
     n, T, steps = config.data.global_batch, config.model.context_length, config.run.max_steps
     count = model.parameter_count()
@@ -193,7 +193,7 @@ def head_lines(config: Config, model: GPT, meta: Meta | None, note: str) -> list
         lines.append(f"{epochs:.2f} epochs of {meta.tokens['train']:,} tokens to train on")
     else:
         lines.append("epochs: known once the data is prepared (python -m data.prepare)")
-    return [*lines, note] if note else lines
+    return [*lines, *notes]
 
 
 def parameter_lines(config: Config, model: GPT) -> list[str]:
