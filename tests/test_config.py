@@ -519,7 +519,7 @@ def test_a_resume_changes_the_recipe_only_when_told(name, value, said):
     assert resume_problems(saved, asked, must=False) == [
         f"{name}: {said}",
         "to carry on with the new values: --resume=must",
-        "to start anew and move the old run aside: --overwrite=true",
+        "to start anew and move the old run aside: --overwrite=true; elsewhere: --out_dir",
     ]
     assert resume_problems(saved, asked, must=True) == []
     assert resumed(saved, asked) == asked

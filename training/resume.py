@@ -108,7 +108,7 @@ def resume_problems(saved: Config, asked: Config, must: bool) -> list[str]:
         lines.append(f"{', '.join(name for name, _, _ in fixed)}: fixed once a run has begun")
     else:
         lines.append("to carry on with the new values: --resume=must")
-    lines.append("to start anew and move the old run aside: --overwrite=true")
+    lines.append("to start anew and move the old run aside: --overwrite=true; elsewhere: --out_dir")
     return lines
 
 
