@@ -104,7 +104,7 @@ def say_result(run: Run) -> None:
 def sample_command(run: Run) -> str:
     """What to type for more samples."""
     prompt = run.config.log.sample_prompt
-    start = f" --prompt {shlex.quote(prompt)}" if prompt else ""
+    start = f" --prompt {shlex.quote(prompt)}" if prompt.strip() else ""
     return f"python sample.py {shlex.quote(str(run.folder))}{start}"
 
 
