@@ -766,6 +766,16 @@ def test_standard_input_is_a_text(work, monkeypatch):
     assert "has changed" in said[1]
 
 
+def test_a_file_where_prepared_data_should_go_is_a_mistake(work, command):
+    file = work / "mine.txt"
+    file.write_text("mine")
+    argv = [f"--source={file}", "--tokenizer=byte", "--workers=0", f"--prepared_dir={file}"]
+    code, out, err = command(main, *argv)
+    assert (code, out) == (2, "")
+    assert err == f"error: data.prepared_dir={file}: {file} is a file, not a folder\n"
+    assert file.read_text() == "mine"
+
+
 def test_text_that_changed_is_told_of_once(work, command, monkeypatch):
     argv = ["--source=-", "--tokenizer=byte", "--workers=0", f"--prepared_dir={work / 'prepared'}"]
     outs = []

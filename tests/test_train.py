@@ -279,6 +279,17 @@ def test_validation_takes_as_many_windows_a_forward_as_a_cpu_likes(
     assert asked == [4096 // 32] * 2  # not the micro-batch of a few windows
 
 
+def test_the_ranks_are_told_whether_something_has_failed(train_tiny, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        "training.distributed.Ranks.close", lambda self, failed: told.append(failed)
+    )
+    train_tiny(tmp_path, max_steps=2)
+    with pytest.raises(NonFinite):
+        train_tiny(tmp_path / "other", lr=1e38, grad_clip=0)
+    assert told == [False, True]
+
+
 def test_wandbs_run_is_one_and_is_found_again(train_tiny, tmp_path, monkeypatch):
     asked, logged = [], []
     run = types.SimpleNamespace(
