@@ -381,6 +381,10 @@ def test_a_page_is_written_over_a_page_of_ours_alone(command, tmp_path, trained)
     nowhere = tmp_path / "not/there.html"
     assert "there is no folder" in command(main, trained, f"--out={nowhere}")[2]
     assert not list(tmp_path.glob(".tmp-*"))
+    recipe = (trained / "run.json").read_bytes()
+    for other in (trained / "run.json", "/dev/null"):
+        assert "is no page of ours" in command(main, trained, f"--out={other}")[2]
+    assert (trained / "run.json").read_bytes() == recipe
 
 
 def test_a_folder_without_a_run_is_a_mistake(command, tmp_path):

@@ -79,11 +79,15 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(killed_at, train_
     ] * 3
 
 
-def test_a_run_that_saved_nothing_gives_way_to_another_recipe(trained, train_tiny):
+def test_a_run_without_checkpoints_is_not_advised_to_carry_on(trained, train_tiny):
+    """They may have been deleted to save space: what is left is no less the user's."""
     shutil.rmtree(trained / "checkpoints")
-    assert train_tiny(trained, lr=0.005, max_steps=2) == 0
-    saved = json.loads((trained / "run.json").read_text())
-    assert (saved["optim"]["lr"], saved["run"]["max_steps"]) == (0.005, 2)
+    before = {path: path.read_bytes() for path in trained.iterdir() if path.name != ".lock"}
+    with pytest.raises(ConfigError) as caught:
+        train_tiny(trained, lr=0.005)
+    assert "--overwrite=true" in caught.value.problems[-1]
+    assert not any("--resume=must" in line for line in caught.value.problems)
+    assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     folders = [Path(run) for run in runs]
     default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
     path = Path(options.out) if options.out else default
-    if path.parent != folders[0]:
+    if path != folders[0] / REPORT:  # that one is the run's own
         check_page(path)
     try:
         write_report(folders, path)

@@ -45,8 +45,7 @@ def check_page(path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"out={path}: is a folder; name a file in it")
     if path.exists():
-        with path.open("rb") as file:
-            ours = GENERATOR.encode() in file.read(1000)
+        ours = path.is_file() and GENERATOR.encode() in path.read_bytes()[:1000]
         if not ours:
             raise ConfigError(f"out={path}: exists, and is no page of ours; name another file")
 

@@ -84,12 +84,13 @@ def _is_free(name: str, old: Any, new: Any) -> bool:
     return _is_in(name, FREE)
 
 
-def resume_problems(saved: Config, asked: Config, must: bool) -> list[str]:
+def resume_problems(saved: Config, asked: Config, must: bool, can_resume: bool = True) -> list[str]:
     """Why the run with recipe `saved` cannot go on as `asked`: each difference, then the ways on.
 
     saved: from run.json, resolved. asked: as typed, so that None and "auto" mean: as it was; and so
     do the model's and the tokenizer's defaults where `run.init_from` brought them.
-    must: whether `--resume=must` was given. Returns [] when the run may go on.
+    must: whether `--resume=must` was given; can_resume: whether it is a way on, there being a
+    checkpoint. Returns [] when the run may go on.
     """
     changed = [
         (name, old, new)
@@ -106,7 +107,7 @@ def resume_problems(saved: Config, asked: Config, must: bool) -> list[str]:
     ]
     if fixed:
         lines.append(f"{', '.join(name for name, _, _ in fixed)}: fixed once a run has begun")
-    else:
+    elif can_resume:
         lines.append("to carry on with the new values: --resume=must")
     lines.append("to start anew and move the old run aside: --overwrite=true; elsewhere: --out_dir")
     return lines

@@ -68,9 +68,10 @@ def open_run(
         if newest is None and config.run.resume == "must":
             raise ConfigError(f"run.resume=must: {folder} holds no checkpoint to go on from")
         saved = _saved_config(folder, newest)
-        if saved is None or (newest is None and resume_problems(saved, config, must=False)):
+        if saved is None:
             return {"config": to_json(inherit_model(config, say)), "checkpoint": ""}
-        problems = resume_problems(saved, config, config.run.resume == "must")
+        must = config.run.resume == "must"
+        problems = resume_problems(saved, config, must, can_resume=newest is not None)
         if problems:
             raise ConfigError([f"{folder} holds a run with another recipe:", *problems])
         path = str(newest.path) if newest else ""
@@ -221,10 +222,8 @@ def _compile(setup: Setup, config: Config, say: Say) -> None:
     tokens, targets = torch.zeros((2, *shape), dtype=torch.int64, device=setup.ranks.device)
     model.compile()  # in place: tensor names stay as they are
     # Within DDP it is compiled in as many parts as there are buckets, each sent once it is there.
-    forward, alone = (
-        setup.ddp or model,
-        setup.ddp.no_sync() if setup.ddp else contextlib.nullcontext(),
-    )
+    forward = setup.ddp or model
+    alone = setup.ddp.no_sync() if setup.ddp else contextlib.nullcontext()
     try:
         with alone, setup.precision.autocast():
             forward(tokens, targets, reduction="sum").backward()
