@@ -28,29 +28,40 @@ class DataConfig:
         str,
         "stdlib, a file, folder or glob (text, .jsonl, .parquet, .bin), hub:OWNER/NAME[/SUBSET]"
         "[@SPLIT], - (standard input), or a mixture A*0.7+B*0.3",
+        "fixed",
     ] = "stdlib"
     tokenizer: Annotated[
-        str, "char, byte, bpe:N, a tiktoken encoding (gpt2, cl100k_base, ...) or hf:FOLDER"
+        str, "char, byte, bpe:N, a tiktoken encoding (gpt2, cl100k_base, ...) or hf:FOLDER", "fixed"
     ] = "bpe:4096"
     split: Annotated[
         Literal["auto", "tail", "document"],
         "validation text: the tail of the text, or whole documents by hash",
+        "fixed",
     ] = "auto"
-    val_fraction: Annotated[float, "share of the text that validates"] = 0.05
-    text_field: Annotated[str, "field that holds the text (.jsonl, .parquet, hub)"] = "text"
-    errors: Annotated[Literal["strict", "replace"], "what to do with bytes that are no UTF-8"] = (
-        "strict"
+    val_fraction: Annotated[float, "share of the text that validates", "fixed"] = 0.05
+    text_field: Annotated[str, "field that holds the text (.jsonl, .parquet, hub)", "fixed"] = (
+        "text"
     )
+    errors: Annotated[
+        Literal["strict", "replace"], "what to do with bytes that are no UTF-8", "fixed"
+    ] = "strict"
     windows: Annotated[
-        Literal["packed", "document"], "windows on a regular grid, or cut at document starts"
+        Literal["packed", "document"],
+        "windows on a regular grid, or cut at document starts",
+        "fixed",
     ] = "packed"
-    global_batch: Annotated[int, "windows a step, over all ranks"] = 32
+    global_batch: Annotated[int, "windows a step, over all ranks", "fixed"] = 32
     micro_batch: Annotated[
         int | None | Literal["auto"],
         "windows a forward on one rank; auto: what fits; the whole share unless given",
+        "must",
     ] = None
-    workers: Annotated[int | None, "processes that prepare the data; all cores unless given"] = None
-    prepared_dir: Annotated[str, "where prepared data is kept; data/prepared unless given"] = ""
+    workers: Annotated[
+        int | None, "processes that prepare the data; all cores unless given", "free"
+    ] = None
+    prepared_dir: Annotated[
+        str, "where prepared data is kept; data/prepared unless given", "free"
+    ] = ""
 
     def problems(self) -> list[str]:
         """What is wrong, in plain words; an empty list if nothing is."""

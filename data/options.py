@@ -1,7 +1,8 @@
 """Options as dataclass fields: `--name=value`, help and exit codes. Standard library only.
 
 A section is a dataclass; its fields are the options, `name: Annotated[type, "one line"] = default`.
-A section called "" has no prefix, so its options are typed by their own name alone.
+A section called "" has no prefix, so its options are typed by their own name alone. Options of a
+training run say after the line how a resume treats them (training/resume.py).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Option:
     annotation: Any
     help: str
     default: Any
+    resume: str  # how a resume treats it (training/resume.py); "" outside of a training run
 
     @property
     def full_name(self) -> str:
@@ -67,19 +69,19 @@ def _options_of(section: str, cls: type) -> list[Option]:
     found = []
     hints = get_type_hints(cls, include_extras=True)  # slow, hence the cache
     for field in fields(cls):
-        annotation, text = _without_help(hints[field.name])
+        annotation, text, resume = _without_notes(hints[field.name])
         default = field.default if field.default is not MISSING else None
         if field.default_factory is not MISSING:
             default = field.default_factory()
-        found.append(Option(section, field.name, annotation, text, default))
+        found.append(Option(section, field.name, annotation, text, default, resume))
     return found
 
 
-def _without_help(annotation: Any) -> tuple[Any, str]:
+def _without_notes(annotation: Any) -> tuple[Any, str, str]:
     if get_origin(annotation) is Annotated:
-        inner, *notes = get_args(annotation)
-        return inner, " ".join(note for note in notes if isinstance(note, str))
-    return annotation, ""
+        inner, text, *resume = get_args(annotation)
+        return inner, text, "".join(resume)
+    return annotation, "", ""
 
 
 # The command line

@@ -12,29 +12,41 @@ DROPOUTS = ("dropout", "attention_dropout")  # options of training, not of the w
 class ModelConfig:
     """Every size and choice of the decoder. `None` means: derived, see `resolved`."""
 
-    n_layers: Annotated[int, "number of blocks"] = 4
-    n_heads: Annotated[int, "query heads per block"] = 4
-    n_kv_heads: Annotated[int | None, "key/value heads, grouped-query; n_heads unless given"] = None
-    d_model: Annotated[int, "width of the residual stream"] = 128
-    d_head: Annotated[int | None, "width of a head; d_model / n_heads unless given"] = None
-    d_mlp: Annotated[int | None, "MLP's width; 4 x d_model (swiglu 8/3 x) unless given"] = None
-    context_length: Annotated[int, "longest window the model sees, in tokens"] = 256
-    vocab_size: Annotated[int | None, "ids the model knows; the tokenizer's unless given"] = None
-    norm: Annotated[Literal["rms", "layer"], "normalisation"] = "rms"
-    norm_eps: Annotated[float, "added to the variance in a norm"] = 1e-6
-    mlp: Annotated[Literal["swiglu", "gelu", "gelu_erf", "relu2"], "the MLP's kind"] = "swiglu"
-    position: Annotated[Literal["rope", "learned"], "how a token knows its place"] = "rope"
-    rope_theta: Annotated[float, "base of RoPE's wavelengths"] = 10000.0
-    rope_scaling: Annotated[Literal["none", "llama3"], "stretch RoPE's long wavelengths"] = "none"
-    rope_factor: Annotated[float, "llama3 scaling: by how much"] = 8.0
-    rope_original_context: Annotated[int, "llama3 scaling: the context before stretching"] = 8192
-    qk_norm: Annotated[bool, "RMS-normalise queries and keys per head"] = True
-    bias: Annotated[bool, "biases in linear layers and LayerNorm"] = False
-    dropout: Annotated[float, "dropout probability in training"] = 0.0
-    attention_dropout: Annotated[
-        float | None, "of the attention weights; as dropout unless given (0 is faster)"
+    n_layers: Annotated[int, "number of blocks", "fixed"] = 4
+    n_heads: Annotated[int, "query heads per block", "fixed"] = 4
+    n_kv_heads: Annotated[
+        int | None, "key/value heads, grouped-query; n_heads unless given", "fixed"
     ] = None
-    tie_embeddings: Annotated[bool, "the head uses the embedding's weights"] = False
+    d_model: Annotated[int, "width of the residual stream", "fixed"] = 128
+    d_head: Annotated[int | None, "width of a head; d_model / n_heads unless given", "fixed"] = None
+    d_mlp: Annotated[
+        int | None, "MLP's width; 4 x d_model (swiglu 8/3 x) unless given", "fixed"
+    ] = None
+    context_length: Annotated[int, "longest window the model sees, in tokens", "fixed"] = 256
+    vocab_size: Annotated[
+        int | None, "ids the model knows; the tokenizer's unless given", "fixed"
+    ] = None
+    norm: Annotated[Literal["rms", "layer"], "normalisation", "fixed"] = "rms"
+    norm_eps: Annotated[float, "added to the variance in a norm", "fixed"] = 1e-6
+    mlp: Annotated[Literal["swiglu", "gelu", "gelu_erf", "relu2"], "the MLP's kind", "fixed"] = (
+        "swiglu"
+    )
+    position: Annotated[Literal["rope", "learned"], "how a token knows its place", "fixed"] = "rope"
+    rope_theta: Annotated[float, "base of RoPE's wavelengths", "fixed"] = 10000.0
+    rope_scaling: Annotated[
+        Literal["none", "llama3"], "stretch RoPE's long wavelengths", "fixed"
+    ] = "none"
+    rope_factor: Annotated[float, "llama3 scaling: by how much", "fixed"] = 8.0
+    rope_original_context: Annotated[
+        int, "llama3 scaling: the context before stretching", "fixed"
+    ] = 8192
+    qk_norm: Annotated[bool, "RMS-normalise queries and keys per head", "fixed"] = True
+    bias: Annotated[bool, "biases in linear layers and LayerNorm", "fixed"] = False
+    dropout: Annotated[float, "dropout probability in training", "must"] = 0.0
+    attention_dropout: Annotated[
+        float | None, "of the attention weights; as dropout unless given (0 is faster)", "must"
+    ] = None
+    tie_embeddings: Annotated[bool, "the head uses the embedding's weights", "fixed"] = False
 
     def problems(self) -> list[str]:
         """Everything wrong with these values, in plain words; empty when all is well."""

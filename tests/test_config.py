@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -465,11 +464,12 @@ def test_the_table_has_every_option_in_a_row_of_its_own():
 # Resume
 
 
-def test_every_option_has_one_place_among_those_that_a_resume_may_change():
+def test_every_option_says_how_a_resume_treats_it():
     for option in OPTIONS.values():
-        patterns = [*resume.FREE, *resume.WITH_MUST, *resume.FIXED]
-        matching = [pattern for pattern in patterns if fnmatch(option.full_name, pattern)]
-        assert len(matching) == 1, f"{option.full_name} is in {matching}"
+        assert option.resume in resume.KINDS, (
+            f"{option.full_name}: has {option.resume!r}. Write after its help, as a third note of "
+            f"Annotated, how a resume treats it: {', '.join(resume.KINDS)} (training/resume.py)"
+        )
 
 
 def changed(config: Config, full_name: str, value) -> Config:
@@ -530,7 +530,6 @@ def test_a_resume_changes_the_recipe_only_when_told(name, value, said):
     [
         ("model.n_layers", 2),
         ("model.context_length", 512),
-        ("model.dropout", 0.1),
         ("data.tokenizer", "char"),
         ("data.source", "other.txt"),
         ("data.global_batch", 64),
@@ -576,6 +575,18 @@ def test_what_is_left_to_be_derived_is_no_difference_and_stays_as_it_was():
 def test_the_ranks_that_are_there_decide_the_mode():
     saved = changed(Config(), "parallel.mode", "none")
     assert resumed(saved, Config()).parallel.mode == "auto"
+
+
+def test_when_to_evaluate_is_free_unless_the_length_of_the_run_depends_on_it():
+    for run, is_free in (
+        (RunConfig(), True),
+        (RunConfig(patience=3), False),
+        (RunConfig(time_budget="10m"), False),
+    ):
+        saved = Config(run=run)
+        asked = changed(saved, "run.eval_interval", 5)
+        assert (resume_problems(saved, asked, must=False) == []) == is_free
+        assert resume_problems(saved, asked, must=True) == []
 
 
 @pytest.mark.parametrize(("old", "new"), [("cuda", "cuda:1"), ("cuda:0", "cuda")])

@@ -3,69 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fnmatch import fnmatch
 from typing import Any
 
 from data.options import typed_text
 from model.config import DROPOUTS
 from training.config import OPTIONS, Config, differences
 
-# Free: nothing that the run computes depends on it.
-FREE = (
-    "log.*",
-    "data.workers",
-    "data.prepared_dir",
-    "parallel.timeout",
-    "run.out_dir",
-    "run.resume",
-    "run.overwrite",
-    "run.eval_interval",
-    "run.checkpoint_interval",
-    "run.keep_checkpoints",
-)
-# With --resume=must: the run goes on, but is no longer the one that was never interrupted.
-WITH_MUST = (
-    "optim.lr",
-    "optim.muon_lr",
-    "optim.momentum",
-    "optim.weight_decay",
-    "optim.beta?",
-    "optim.eps",
-    "optim.grad_clip",
-    "schedule.*",
-    "data.micro_batch",
-    "parallel.mode",
-    "parallel.reduction",
-    "run.max_steps",
-    "run.time_budget",
-    "run.patience",
-    "run.eval_windows",
-    "run.device",
-    "run.dtype",
-    "run.attention",
-    "run.compile",
-    "run.threads",
-    "run.deterministic",
-)
-# Fixed: the checkpoint would not fit, or its step number would mean other windows.
-FIXED = (
-    "model.*",
-    "data.source",
-    "data.tokenizer",
-    "data.split",
-    "data.val_fraction",
-    "data.text_field",
-    "data.errors",
-    "data.windows",
-    "data.global_batch",
-    "optim.optimizer",
-    "run.seed",
-    "run.init_from",
-)
+# How a resumed run treats an option that is given another value than the run has; each option names
+# its kind beside its help.
+KINDS = {
+    "fixed": "refused: the checkpoint would not fit, or its step number would mean other windows",
+    "must": "taken with --resume=must: the run is then not the one that was never interrupted",
+    "longer": "taken if it makes the run longer, else as must",
+    "free": "taken: no weight depends on it",
+    "start": "taken without a word: it belongs to the start, not to the run",
+}
 
 
-def _is_in(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
+def _kind(name: str) -> str:
+    return OPTIONS[name.partition(".")[2]].resume
 
 
 def _is_open(asked: Config, name: str, value: Any) -> bool:
@@ -78,10 +34,12 @@ def _is_open(asked: Config, name: str, value: Any) -> bool:
     return inherited and value == OPTIONS[name.partition(".")[2]].default
 
 
-def _is_free(name: str, old: Any, new: Any) -> bool:
+def _is_free(saved: Config, asked: Config, name: str, old: Any, new: Any) -> bool:
+    if name == "run.eval_interval":  # patience counts evaluations, a time budget pays for them
+        return not any((c.run.patience or c.run.time_budget) for c in (saved, asked))
     if name == "run.device":  # which of several GPUs is no part of the recipe
         return old.partition(":")[0] == new.partition(":")[0]
-    return _is_in(name, FREE)
+    return _kind(name) in ("free", "start")
 
 
 def resume_problems(saved: Config, asked: Config, must: bool, can_resume: bool = True) -> list[str]:
@@ -95,9 +53,9 @@ def resume_problems(saved: Config, asked: Config, must: bool, can_resume: bool =
     changed = [
         (name, old, new)
         for name, old, new in differences(saved, asked)
-        if not _is_free(name, old, new) and not _is_open(asked, name, new)
+        if not _is_free(saved, asked, name, old, new) and not _is_open(asked, name, new)
     ]
-    fixed = [difference for difference in changed if _is_in(difference[0], FIXED)]
+    fixed = [difference for difference in changed if _kind(difference[0]) == "fixed"]
     refused = fixed if must else changed
     if not refused:
         return []
@@ -121,7 +79,7 @@ def resumed(saved: Config, asked: Config) -> Config:
     config = saved
     for name, _, new in differences(saved, asked):
         stays_open = _is_open(asked, name, new) and name != "parallel.mode"
-        if not stays_open and not _is_in(name, FIXED):
+        if not stays_open and _kind(name) != "fixed":
             section, _, leaf = name.partition(".")
             values = replace(getattr(config, section), **{leaf: new})
             config = replace(config, **{section: values})

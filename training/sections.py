@@ -45,16 +45,16 @@ class OptimConfig:
     """How gradients become updates."""
 
     optimizer: Annotated[
-        Literal["adamw", "muon"], "muon: Muon for hidden matrices, AdamW for the rest"
+        Literal["adamw", "muon"], "muon: Muon for hidden matrices, AdamW for the rest", "fixed"
     ] = "adamw"
-    lr: Annotated[float, "peak learning rate of AdamW"] = 1e-3
-    muon_lr: Annotated[float, "peak learning rate of Muon"] = 0.02
-    momentum: Annotated[float, "Muon's (Nesterov) momentum"] = 0.95
-    weight_decay: Annotated[float, "decoupled; matrices only, not norms and biases"] = 0.1
-    beta1: Annotated[float, "AdamW's decay of the mean"] = 0.9
-    beta2: Annotated[float, "AdamW's decay of the variance"] = 0.95
-    eps: Annotated[float, "AdamW's guard against division by zero"] = 1e-8
-    grad_clip: Annotated[float, "largest norm of the whole gradient; 0: no clipping"] = 1.0
+    lr: Annotated[float, "peak learning rate of AdamW", "must"] = 1e-3
+    muon_lr: Annotated[float, "peak learning rate of Muon", "must"] = 0.02
+    momentum: Annotated[float, "Muon's (Nesterov) momentum", "must"] = 0.95
+    weight_decay: Annotated[float, "decoupled; matrices only, not norms and biases", "must"] = 0.1
+    beta1: Annotated[float, "AdamW's decay of the mean", "must"] = 0.9
+    beta2: Annotated[float, "AdamW's decay of the variance", "must"] = 0.95
+    eps: Annotated[float, "AdamW's guard against division by zero", "must"] = 1e-8
+    grad_clip: Annotated[float, "largest norm of the whole gradient; 0: no clipping", "must"] = 1.0
 
     def problems(self) -> list[str]:
         return [
@@ -71,11 +71,13 @@ class ScheduleConfig:
     """The learning rate over the run, as a factor of its peak."""
 
     schedule: Annotated[
-        Literal["constant", "cosine", "wsd"], "wsd: warm-up, stable, linear decay"
+        Literal["constant", "cosine", "wsd"], "wsd: warm-up, stable, linear decay", "must"
     ] = "wsd"
-    warmup_steps: Annotated[int, "steps of linear warm-up"] = 20
-    decay_fraction: Annotated[float, "wsd: the part of the run, at its end, that decays"] = 0.5
-    min_lr_ratio: Annotated[float, "the last learning rate as a part of the peak"] = 0.0
+    warmup_steps: Annotated[int, "steps of linear warm-up", "must"] = 20
+    decay_fraction: Annotated[
+        float, "wsd: the part of the run, at its end, that decays", "must"
+    ] = 0.5
+    min_lr_ratio: Annotated[float, "the last learning rate as a part of the peak", "must"] = 0.0
 
     def problems(self) -> list[str]:
         parts = "decay_fraction min_lr_ratio"
@@ -89,11 +91,11 @@ class ScheduleConfig:
 class ParallelConfig:
     """One process or many."""
 
-    mode: Annotated[Literal["auto", "none", "ddp"], "auto: ddp under torchrun"] = "auto"
+    mode: Annotated[Literal["auto", "none", "ddp"], "auto: ddp under torchrun", "start"] = "auto"
     reduction: Annotated[
-        Literal["auto", "exact", "fast"], "exact: the same bits on 1, 2, 4 ... ranks"
+        Literal["auto", "exact", "fast"], "exact: the same bits on 1, 2, 4 ... ranks", "must"
     ] = "auto"
-    timeout: Annotated[float, "longest wait for another rank, in seconds"] = 600.0
+    timeout: Annotated[float, "longest wait for another rank, in seconds", "start"] = 600.0
 
     def problems(self) -> list[str]:
         return _above_0("parallel", self, "timeout")
@@ -103,36 +105,42 @@ class ParallelConfig:
 class RunConfig:
     """One run: its folder, its length, its machine, and when it looks up from the work."""
 
-    out_dir: Annotated[str, "the run's folder; out/<config name> unless given"] = ""
-    max_steps: Annotated[int, "optimizer steps, exactly"] = 1000
+    out_dir: Annotated[str, "the run's folder; out/<config name> unless given", "start"] = ""
+    max_steps: Annotated[int, "optimizer steps, exactly", "longer"] = 1000
     time_budget: Annotated[
-        str, "instead of max_steps: train for 90s, 10m, 2h ...; fits:RUN repeats that run's lengths"
+        str,
+        "instead of max_steps: train for 90s, 10m, 2h ...; fits:RUN repeats that run's lengths",
+        "longer",
     ] = ""
-    seed: Annotated[int, "of weights, order and dropout"] = 1
-    device: Annotated[str, "auto, cpu, cuda, cuda:N or mps"] = "auto"
+    seed: Annotated[int, "of weights, order and dropout", "fixed"] = 1
+    device: Annotated[str, "auto, cpu, cuda, cuda:N or mps", "must"] = "auto"
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], "of the matrix products"
+        Literal["auto", "float32", "bfloat16", "float16"], "of the matrix products", "must"
     ] = "auto"
     attention: Annotated[
-        Literal["auto", "reference", "tiled", "sdpa"], "backend; all compute the same"
+        Literal["auto", "reference", "tiled", "sdpa"], "backend; all compute the same", "must"
     ] = "auto"
-    compile: Annotated[bool, "torch.compile the model"] = False
-    threads: Annotated[int | None, "CPU threads of a rank; its share of the cores unless given"] = (
-        None
-    )
-    deterministic: Annotated[bool, "refuse operations that differ from run to run"] = False
+    compile: Annotated[bool, "torch.compile the model", "must"] = False
+    threads: Annotated[
+        int | None, "CPU threads of a rank; its share of the cores unless given", "must"
+    ] = None
+    deterministic: Annotated[bool, "refuse operations that differ from run to run", "must"] = False
     init_from: Annotated[
-        str, "start from these weights: a run, checkpoint or Hugging Face folder"
+        str, "start from these weights: a run, checkpoint or Hugging Face folder", "fixed"
     ] = ""
     resume: Annotated[
-        Literal["auto", "must"], "auto: go on where the folder's run stopped; must: with new values"
+        Literal["auto", "must"],
+        "auto: go on where the folder's run stopped; must: with new values",
+        "start",
     ] = "auto"
-    overwrite: Annotated[bool, "move an old run in out_dir aside and start anew"] = False
-    eval_interval: Annotated[int, "steps between evaluations"] = 250
-    eval_windows: Annotated[int, "validation windows of an evaluation; 0: all"] = 0
-    checkpoint_interval: Annotated[int, "steps between checkpoints"] = 250
-    keep_checkpoints: Annotated[int, "checkpoints kept, beside the best; at least 2"] = 2
-    patience: Annotated[int, "evaluations without a better loss before stopping; 0: never"] = 0
+    overwrite: Annotated[bool, "move an old run in out_dir aside and start anew", "start"] = False
+    eval_interval: Annotated[int, "steps between evaluations", "must"] = 250
+    eval_windows: Annotated[int, "validation windows of an evaluation; 0: all", "must"] = 0
+    checkpoint_interval: Annotated[int, "steps between checkpoints", "free"] = 250
+    keep_checkpoints: Annotated[int, "checkpoints kept, beside the best; at least 2", "free"] = 2
+    patience: Annotated[
+        int, "evaluations without a better loss before stopping; 0: never", "longer"
+    ] = 0
 
     def problems(self) -> list[str]:
         found = [
@@ -168,12 +176,14 @@ def _is_device(name: str) -> bool:
 class LogConfig:
     """What a run says while it goes on; metrics.jsonl is always written."""
 
-    interval: Annotated[int, "steps between lines of metrics.jsonl"] = 10
-    wandb: Annotated[bool, "send the metrics to Weights & Biases too"] = False
-    project: Annotated[str, "the wandb project"] = "plainGPT"
-    sample_prompt: Annotated[str, "prompt of the sample at the end"] = ""
-    report: Annotated[bool, "keep snapshots and report.html, anew at every evaluation"] = True
-    quiet: Annotated[bool, "no progress bar; warnings and the result only"] = False
+    interval: Annotated[int, "steps between lines of metrics.jsonl", "free"] = 10
+    wandb: Annotated[bool, "send the metrics to Weights & Biases too", "free"] = False
+    project: Annotated[str, "the wandb project", "free"] = "plainGPT"
+    sample_prompt: Annotated[str, "prompt of the sample at the end", "free"] = ""
+    report: Annotated[bool, "keep snapshots and report.html, anew at every evaluation", "free"] = (
+        True
+    )
+    quiet: Annotated[bool, "no progress bar; warnings and the result only", "start"] = False
 
     def problems(self) -> list[str]:
         found = _at_least(1, "log", self, "interval")
