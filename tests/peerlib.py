@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.bench_peer import README_COMMAND
+from tools.bench.peer import README_COMMAND
 
 MODEL = """
 from dataclasses import dataclass

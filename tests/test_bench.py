@@ -20,14 +20,20 @@ import pytest
 import torch
 from peerlib import write_peer
 
-import tools.bench
 from data.options import ConfigError
 from model.config import ModelConfig
 from model.gpt import GPT
-from tools import bench_cost, bench_data, bench_gpu, bench_peer, bench_runs, bench_step, bench_train
-from tools.bench import MODES, BenchOptions, mode_function
-from tools.bench_loss import Outcome, show_loss, text_loss
-from tools.bench_table import show
+from tools.bench import __main__ as bench
+from tools.bench import cost as bench_cost
+from tools.bench import data as bench_data
+from tools.bench import gpu as bench_gpu
+from tools.bench import peer as bench_peer
+from tools.bench import runs as bench_runs
+from tools.bench import step as bench_step
+from tools.bench import train as bench_train
+from tools.bench.__main__ import MODES, BenchOptions, mode_function
+from tools.bench.loss import Outcome, show_loss, text_loss
+from tools.bench.table import show
 from training.config import load_config
 
 
@@ -67,7 +73,7 @@ def test_every_mode_reads_options_and_every_option_has_a_reader():
     names = {field.name for field in fields(BenchOptions)}
     assert set().union(*reads.values()) == names
     assert all(reads.values())
-    documented = tools.bench.__doc__
+    documented = bench.__doc__
     assert all(f"\n    {mode} " in documented for mode in MODES)
 
 
@@ -85,7 +91,7 @@ def test_every_mode_reads_options_and_every_option_has_a_reader():
     ],
 )
 def test_mistakes_are_told(argv, said, command):
-    code, _, err = command(tools.bench.main, *argv)
+    code, _, err = command(bench.main, *argv)
     assert code == 2
     assert err.startswith("error: " + said) or said in err
     assert len(err.splitlines()) <= 2
@@ -93,7 +99,7 @@ def test_mistakes_are_told(argv, said, command):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_line_says_so(command):
-    code, out, err = command(tools.bench.main, "gpu")
+    code, out, err = command(bench.main, "gpu")
     assert (code, out) == (2, "")
     assert err.startswith("error: device=cuda: no CUDA GPU here; --device=cpu --quick=true")
     assert len(err.splitlines()) == 1
@@ -208,7 +214,7 @@ def test_loss_beside_a_peer(peer, tiny_folder, tmp_path, command):
     source = tiny_folder / "text.txt"
     before = sorted(peer.rglob("*"))
     argv = ["loss", f"--config={config}", f"--source={source}", f"--peer={peer}", "--seeds=1"]
-    code, out, err = command(tools.bench.main, *argv)
+    code, out, err = command(bench.main, *argv)
     assert code == 0, err
     assert sorted(peer.rglob("*")) == before  # a copy of it has worked
     table = out[out.index("seed") :].splitlines()
@@ -232,7 +238,7 @@ def test_the_peers_data_is_as_its_own_script_writes_it(peer, tmp_path):
 
 
 def test_train_beside_a_peer(peer, in_process, command):
-    code, out, err = command(tools.bench.main, "train", "--quick=true", f"--peer={peer}")
+    code, out, err = command(bench.main, "train", "--quick=true", f"--peer={peer}")
     assert code == 0, err
     before, _, _ = out.splitlines()[1].partition(" float32 ")  # too narrow for anything else
     ms, share, theirs, their_share, ratio = figures(before)[-5:]
@@ -241,7 +247,7 @@ def test_train_beside_a_peer(peer, in_process, command):
     # Times are printed to 0.1 ms, the ratio to 0.01.
     assert (ms - 0.05) / (theirs + 0.05) - 0.006 <= ratio
     assert ratio <= (ms + 0.05) / max(1e-9, theirs - 0.05) + 0.006
-    alone = command(tools.bench.main, "train", "--quick=true")[1]
+    alone = command(bench.main, "train", "--quick=true")[1]
     assert "nanoGPT" not in alone.splitlines()[0]
 
 
@@ -331,7 +337,7 @@ def test_a_fresh_process_is_one_that_is_served_once(monkeypatch):
 
 
 def test_memory_ours_against_plain(in_process, command):
-    code, out, err = command(tools.bench.main, "memory", "--quick=true")
+    code, out, err = command(bench.main, "memory", "--quick=true")
     assert code == 0, err
     ours, plain = (figures(line)[-2] for line in out.splitlines()[1:3])
     assert f"ours / plain: {ours / plain:.1f}"[:-1] in out
@@ -340,7 +346,7 @@ def test_memory_ours_against_plain(in_process, command):
 def test_memory_is_told_with_the_time_it_costs(monkeypatch, command):
     costs = iter([(3_000_000, 1.2), (4_000_000, 2.0)])
     monkeypatch.setattr(bench_cost, "in_fresh_process", lambda *_: next(costs))
-    _, out, _ = command(tools.bench.main, "memory", "--quick=true")
+    _, out, _ = command(bench.main, "memory", "--quick=true")
     assert [figures(line)[-2:] for line in out.splitlines()[1:3]] == [[3.0, 1.2], [4.0, 2.0]]
     assert "ours / plain: 0.75 of the memory, 0.60 of the time" in out
 
@@ -357,7 +363,7 @@ def test_the_plain_loss_is_the_same_number():
 
 
 def test_growth_has_a_row_for_each_length_and_width(in_process, command):
-    code, out, err = command(tools.bench.main, "growth", "--quick=true")
+    code, out, err = command(bench.main, "growth", "--quick=true")
     assert code == 0, err
     names = [line.split("  ")[0] for line in out.splitlines()[1:5]]
     assert names == ["T 16", "T 32", "width 16", "width 32"]
@@ -398,7 +404,7 @@ def test_processes_run_alike_but_for_ranks(tmp_path, monkeypatch, tiny_folder, c
 
     monkeypatch.setattr(bench_runs, "run_seconds", run_seconds)
     argv = ["processes", f"--config={config}", "--cores=4", "--tries=2", "--steps=30"]
-    code, out, err = command(tools.bench.main, *argv)
+    code, out, err = command(bench.main, *argv)
     assert code == 0, err
     assert ran == [(1, 4, "auto", 30), (4, 1, "exact", 30)] * 2
     assert figures(out.splitlines()[-3])[-2:] == [400, 1]
@@ -409,7 +415,7 @@ def test_processes_run_alike_but_for_ranks(tmp_path, monkeypatch, tiny_folder, c
 
 
 def test_the_gpu_table_at_toy_size(command):
-    code, out, err = command(tools.bench.main, "gpu", "--device=cpu", "--quick=true")
+    code, out, err = command(bench.main, "gpu", "--device=cpu", "--quick=true")
     assert code == 0, err
     rows = {line.split("  ")[0]: line for line in out.splitlines()[1:]}
     for backend in ("reference", "tiled", "sdpa", "sdpa MATH"):
@@ -430,7 +436,7 @@ def wrong(q, k, v, *, causal):
 
 def test_a_wrong_gradient_is_found(command, monkeypatch):
     monkeypatch.setitem(bench_gpu.ATTENTION, "tiled", wrong)
-    code, out, _ = command(tools.bench.main, "gpu", "--device=cpu", "--quick=true")
+    code, out, _ = command(bench.main, "gpu", "--device=cpu", "--quick=true")
     assert code == 1
     assert [line.split(",")[0] for line in out.splitlines() if "WRONG" in line] == [
         "attention tiled"

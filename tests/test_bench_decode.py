@@ -13,8 +13,8 @@ from peerlib import write_peer
 from model.cache import KVCache
 from model.decode import Decoder
 from model.gpt import GPT
-from tools import bench_decode
-from tools.bench import main
+from tools.bench import decode as bench_decode
+from tools.bench.__main__ import main
 
 SHAPE = bench_decode.toy_work().shape
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
-from tools.bench_step import (
+from tools.bench.step import (
     in_fresh_process,
     peak_memory,
     random_batch,
     step_seconds,
     training_setup,
 )
-from tools.bench_table import show
+from tools.bench.table import show
 from training.step import train_step
 
 TIMED_STEPS = 3

@@ -21,10 +21,10 @@ from data.plan import SAMPLE_BYTES
 from data.prepare import prepare
 from data.shards import TokenStream, Windows
 from data.tokenizer import load_tokenizer
-from tools.bench_step import random_batch, step_seconds, training_setup
+from tools.bench.step import random_batch, step_seconds, training_setup
 from training.config import load_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 27}]  # sees all it was given
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from data.options import ConfigError
 from data.prepare import prepare
-from tools.bench_table import show
+from tools.bench.table import show
 from training.config import load_config
 from training.folder import read_metrics
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")
 SMALL = str(ROOT / "config/small.py")
 

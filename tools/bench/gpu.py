@@ -19,19 +19,19 @@ from data.options import ConfigError
 from model.attention import ATTENTION, Attend, reference_attention
 from model.config import ModelConfig
 from model.gpt import GPT
-from tools.bench_decode import decode_speed, weights_of_a_token
-from tools.bench_step import (
+from tools.bench.decode import decode_speed, weights_of_a_token
+from tools.bench.step import (
     random_batch,
     seconds_of,
     share_of_peak,
     step_seconds,
     training_setup,
 )
-from tools.bench_table import show
+from tools.bench.table import show
 from training.config import load_config
 from training.hardware import known_peak, measured_peak
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KERNELS = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"]  # sdpa's
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 # B, H, H_kv, T, S, D, causal: training, grouped heads, a cache before, no mask.

@@ -13,8 +13,8 @@ import torch
 
 from model.config import ModelConfig
 from model.describe import meta_model
-from tools.bench_peer import PeerStep, peer_folder, peer_model
-from tools.bench_step import (
+from tools.bench.peer import PeerStep, peer_folder, peer_model
+from tools.bench.step import (
     GPT2_SHAPED,
     alternate,
     random_batch,
@@ -24,7 +24,7 @@ from tools.bench_step import (
     step_seconds,
     training_setup,
 )
-from tools.bench_table import show
+from tools.bench.table import show
 from training.hardware import measured_peak
 from training.precision import pick_dtype
 

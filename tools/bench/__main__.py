@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 from data.command import run_command
 from data.options import ConfigError, parse_arguments, parse_options
 
-# mode -> where bench_<mode> is: tools/bench_<part>.py. Its parameters are the options it reads.
+# mode -> where bench_<mode> is: tools/bench/<part>.py. Its parameters are the options it reads.
 MODES = {
     "data": "data",
     "compress": "data",
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
 
 def mode_function(mode: str):
     """bench_<mode>, imported when it is asked for: torch takes a second."""
-    return getattr(importlib.import_module(f"tools.bench_{MODES[mode]}"), f"bench_{mode}")
+    return getattr(importlib.import_module(f"tools.bench.{MODES[mode]}"), f"bench_{mode}")
 
 
 if __name__ == "__main__":

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from data.options import ConfigError
 from data.prepare import prepare
-from tools.bench_data import text_of
-from tools.bench_peer import (
+from tools.bench.data import text_of
+from tools.bench.peer import (
     README_COMMAND,
     peer_checkpoint,
     peer_folder,
     prepared_copy,
     vocabulary,
 )
-from tools.bench_runs import ROOT, TRAIN, run_seconds
-from tools.bench_table import show
+from tools.bench.runs import ROOT, TRAIN, run_seconds
+from tools.bench.table import show
 from training.config import load_config
 from training.weights import load_for_sampling
 

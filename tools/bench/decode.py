@@ -17,9 +17,9 @@ from model.decode import Decoder, product
 from model.generate import generate
 from model.gpt import GPT
 from model.sampling import SamplingConfig
-from tools.bench_peer import peer_folder, peer_model
-from tools.bench_step import GPT2_SHAPED, alternate, seconds_of
-from tools.bench_table import show
+from tools.bench.peer import peer_folder, peer_model
+from tools.bench.step import GPT2_SHAPED, alternate, seconds_of
+from tools.bench.table import show
 
 Timed = Callable[[], float]  # does something and gives the seconds it took
 

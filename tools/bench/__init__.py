@@ -1,0 +1,1 @@
+"""Benchmarks: evidence for the README's figures."""
