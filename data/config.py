@@ -50,6 +50,9 @@ class DataConfig:
         "windows on a regular grid, or cut at document starts",
         "fixed",
     ] = "packed"
+    document_mask: Annotated[
+        bool, "a token sees its own document alone; document windows then share rows", "fixed"
+    ] = False
     global_batch: Annotated[int, "windows a step, over all ranks", "fixed"] = 32
     micro_batch: Annotated[
         int | None | Literal["auto"],

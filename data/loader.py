@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from data.order import key_numbers, permute, schedule, shares
+from data.shards import Row
 
 __all__ = ["BatchLoader", "permute", "prefetch"]
+
+Batch = tuple[torch.Tensor, ...]  # tokens, targets and, with document_mask, documents: (B, T) each
 
 
 class BatchLoader:
@@ -63,11 +66,15 @@ class BatchLoader:
         number = int(key_numbers("shift", self.seed, source, epoch)[0])
         return number % self.windows.context_length
 
-    def batch(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, targets) of micro-batch i, (B, T) int64 each; -100 where nothing is learned."""
-        pairs = [self.windows.pair(window, shift) for _, window, shift in self.locate(i)]
-        tokens, targets = zip(*pairs, strict=True)
-        return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(targets))
+    def batch(self, i: int) -> Batch:
+        """Micro-batch i: tokens and targets, (B, T) int64 each, -100 where nothing is learned; with
+        document_mask also the number of each token's document within its row, (B, T) int64."""
+        return stack([self.windows.pair(window, shift) for _, window, shift in self.locate(i)])
+
+
+def stack(rows: Sequence[Row]) -> Batch:
+    """Rows of windows, side by side: (B, T) for each of their parts."""
+    return tuple(torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
 
 
 def prefetch(
@@ -76,7 +83,7 @@ def prefetch(
     device: torch.device,
     depth: int = 2,
     stop: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[Batch]:
     """The batches of these indices on `device`, read up to `depth` ahead by a thread.
 
     Ends early once `stop()` is true, even while a batch is waited for.
@@ -100,7 +107,7 @@ def prefetch(
                     return
                 batch = loader.batch(i)
                 # Only from pinned memory does the copy run beside the GPU's work.
-                give([part.pin_memory() for part in batch] if device.type == "cuda" else batch)
+                give(tuple(part.pin_memory() for part in batch) if device.type == "cuda" else batch)
             give(None)
         except BaseException as error:  # whatever it is, it belongs to the consumer
             give(error)
@@ -117,8 +124,7 @@ def prefetch(
                 return
             if isinstance(item, BaseException):
                 raise item
-            tokens, targets = item
-            yield tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            yield tuple(part.to(device, non_blocking=True) for part in item)
     finally:
         closed.set()
         thread.join(1)  # a read that hangs must not hold up the end

@@ -117,22 +117,48 @@ def _pread(file: BinaryIO, count: int, offset: int) -> bytes:
     return file.read(count)
 
 
-class PackedWindows:
-    """Window i holds the T + 1 ids from token i * T on, wherever documents start and end."""
+Row = tuple[np.ndarray, ...]  # tokens, targets and, with document_mask, documents: (T,) int64 each
 
-    def __init__(self, stream: TokenStream, context_length: int) -> None:
+
+class PackedWindows:
+    """Window i holds the T + 1 ids from token i * T on, wherever documents start and end.
+
+    document_mask: rows say which document each token belongs to; takes 8 bytes per document.
+    """
+
+    def __init__(
+        self, stream: TokenStream, context_length: int, document_mask: bool = False
+    ) -> None:
         self.stream = stream
         self.context_length = context_length
         self.n_windows = max(0, (stream.n_tokens - 1) // context_length)
+        self._starts = stream.document_starts() if document_mask else None
 
     def window(self, i: int, shift: int = 0) -> np.ndarray:
         """(T + 1,) ids of window i of the grid moved by `shift`."""
         return self.stream.read(i * self.context_length + shift, self.context_length + 1)
 
-    def pair(self, i: int, shift: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets), (T,) each: every target is the id after its token."""
-        window = self.window(i, shift)
-        return window[:-1], window[1:]
+    def pair(self, i: int, shift: int = 0) -> Row:
+        """(tokens, targets), (T,) each: every target is the id after its token; and documents."""
+        window, first = self.window(i, shift), i * self.context_length + shift + 1
+        if self._starts is None:
+            return window[:-1], window[1:]
+        documents = documents_of(self._starts, self.stream.n_tokens, first, self.context_length)
+        return window[:-1], window[1:], documents
+
+
+def documents_of(starts: np.ndarray, n_tokens: int, first: int, count: int) -> np.ndarray:
+    """Number the documents of `count` targets from token `first` on, from 0: (count,) int64.
+
+    starts: tokens at which documents start, ascending. After the last token comes the first, and
+    begins a document in any case.
+
+    A token in a row has the document of its target: the separator before a document is where the
+    document's first token is predicted, so it is seen with the document that it precedes.
+    """
+    rounds, places = np.divmod(np.arange(first, first + count), n_tokens)
+    numbers = np.searchsorted(starts, places, side="right") + rounds * (len(starts) + 1)
+    return numbers - numbers[0]
 
 
 class DocumentWindows:
@@ -141,7 +167,7 @@ class DocumentWindows:
     The first token of a document's first window is the one before the document, the end-of-text of
     the one before, so that the beginning is learned too. Targets beyond the document's end are
     ignored. Each token is a target once an epoch, with nothing but its own document before it.
-    Holds 16 bytes a document in memory.
+    Takes 16 bytes of memory per document.
     """
 
     def __init__(self, stream: TokenStream, context_length: int) -> None:
@@ -165,7 +191,7 @@ class DocumentWindows:
         """(T + 1,) ids; `shift` has no meaning here, documents are cut where they start."""
         return self.stream.read(self._place(i)[0] - 1, self.context_length + 1)
 
-    def pair(self, i: int, shift: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def pair(self, i: int, shift: int = 0) -> Row:
         """(tokens, targets), (T,) each; IGNORE_INDEX beyond the end of the document."""
         window = self.window(i)
         targets = window[1:].copy()
@@ -173,21 +199,70 @@ class DocumentWindows:
         return window[:-1], targets
 
 
-WINDOWS: dict[str, type[PackedWindows] | type[DocumentWindows]] = {
-    "packed": PackedWindows,
-    "document": DocumentWindows,
-}
+class SharedWindows(DocumentWindows):
+    """Document windows of which as many as fit, one after the other, share a row.
+
+    A document is cut where DocumentWindows cuts it. A row takes the next piece of the text while
+    the whole piece fits, so it is one stretch of the stream, and the layout a function of the
+    documents' lengths and T alone. Takes 8 bytes more per row.
+    """
+
+    def __init__(self, stream: TokenStream, context_length: int) -> None:
+        super().__init__(stream, context_length)
+        self._edges = self._share_rows()
+        self.n_windows = len(self._edges) - 1
+
+    def _share_rows(self) -> np.ndarray:
+        """(rows + 1,) int64: the first target of each row, and the end of the last."""
+        counts = np.diff(self._ends, prepend=0)  # pieces of each document
+        piece = np.arange(self.n_windows) - np.repeat(self._ends - counts, counts)
+        starts = np.repeat(self._starts, counts) + piece * self.context_length
+        edges = np.append(starts, self.stream.n_tokens)
+        # For each piece, the piece that starts the next row if this one starts a row.
+        following = np.searchsorted(edges, starts + self.context_length, side="right") - 1
+        rows, chain = [0], following.tolist()
+        while rows[-1] < self.n_windows:
+            rows.append(chain[rows[-1]])
+        return edges[rows]
+
+    def _place(self, i: int) -> tuple[int, int]:
+        """(the first target of row i, how many of its targets belong to its documents)."""
+        first, end = self._edges[i : i + 2].tolist()
+        return first, end - first
+
+    def pair(self, i: int, shift: int = 0) -> Row:
+        """(tokens, targets, documents), (T,) each; IGNORE_INDEX where no further piece fits."""
+        first, T = self._place(i)[0], self.context_length
+        documents = documents_of(self._starts, self.stream.n_tokens, first, T)
+        return *super().pair(i), documents
+
+
+def make_windows(
+    stream: TokenStream, context_length: int, windows: str, document_mask: bool
+) -> PackedWindows | DocumentWindows:
+    """The windows of one source. windows: "packed" or "document"."""
+    if windows == "packed":
+        return PackedWindows(stream, context_length, document_mask)
+    return (SharedWindows if document_mask else DocumentWindows)(stream, context_length)
 
 
 class Windows:
     """The windows of one split, those of a mixture's sources one after the other.
 
-    windows: "packed" or "document". Raises ConfigError if a source is too short for one window of
-    context_length (T) + 1 tokens, DamagedData for a file that is not as it was written.
+    windows: "packed" or "document". document_mask: documents do not see each other; rows have a
+    third part, the number of each token's document, and short document windows share a row.
+
+    Raises ConfigError if a source is too short for one window of context_length (T) + 1 tokens,
+    DamagedData for a file that is not as it was written.
     """
 
     def __init__(
-        self, folder: Path, split: str, context_length: int, windows: str = "packed"
+        self,
+        folder: Path,
+        split: str,
+        context_length: int,
+        windows: str = "packed",
+        document_mask: bool = False,
     ) -> None:
         meta = read_meta(folder)
         self.context_length = context_length
@@ -197,7 +272,7 @@ class Windows:
             stream = TokenStream(folder, meta, split, source)
             if stream.n_tokens < context_length + 1:
                 raise ConfigError(_too_short(meta, split, source, stream.n_tokens, context_length))
-            self.parts.append(WINDOWS[windows](stream, context_length))
+            self.parts.append(make_windows(stream, context_length, windows, document_mask))
         self.n_tokens = sum(part.stream.n_tokens for part in self.parts)
         self.offsets = list(accumulate((part.n_windows for part in self.parts), initial=0))
         self.n_windows = self.offsets[-1]
@@ -213,8 +288,9 @@ class Windows:
         part, within = self._locate(i)
         return part.window(within, shift)
 
-    def pair(self, i: int, shift: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets) of window i, (T,) int64 each; IGNORE_INDEX where none is learned."""
+    def pair(self, i: int, shift: int = 0) -> Row:
+        """(tokens, targets) of window i, (T,) int64 each; IGNORE_INDEX where none is learned. With
+        document_mask a third: the number of each token's document within the row, ascending."""
         part, within = self._locate(i)
         return part.pair(within, shift)
 

@@ -9,7 +9,8 @@ FlashAttention does; `sdpa` is PyTorch's fused kernel. All take
 
 where H is a multiple of H_kv: each key/value head serves H / H_kv query heads (grouped-query
 attention, Ainslie et al. 2023). The T queries are the last T of S positions: query t stands at
-position S - T + t and, when causal, sees keys up to its own position.
+position S - T + t and, when causal, sees keys up to its own position. Given `documents` (B, T), the
+number of each position's document (T = S), it sees keys of its own document only.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from model.rope import apply_rope
 
 Rotation = tuple[Tensor, Tensor] | None
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
+ALL = slice(None)
 
 
 def future_mask(T: int, S: int, device: torch.device | None = None) -> Tensor:
@@ -38,6 +40,11 @@ def future_mask(T: int, S: int, device: torch.device | None = None) -> Tensor:
     return torch.ones(T, S, dtype=torch.bool, device=device).triu(S - T + 1)
 
 
+def document_mask(documents: Tensor, queries: slice = ALL, keys: slice = ALL) -> Tensor:
+    """(B, T) -> (B, 1, t, s) bool: True where a key belongs to another document than the query."""
+    return documents[:, None, queries, None] != documents[:, None, None, keys]
+
+
 def reference_attention(
     q: Tensor,
     k: Tensor,
@@ -46,6 +53,7 @@ def reference_attention(
     causal: bool = True,
     dropout_p: float = 0.0,
     return_weights: bool = False,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as the textbook has it; the others are held to this one.
 
@@ -54,11 +62,13 @@ def reference_attention(
 
     The weights returned are those before dropout. Raises ValueError for shapes that do not fit.
     """
-    T, S, D = _check(q, k, v, causal)
+    T, S, D = _check(q, k, v, causal, documents)
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # (B, H, T, S)
     if causal:
         scores = scores.masked_fill(future_mask(T, S, q.device), -math.inf)
+    if documents is not None:
+        scores = scores.masked_fill(document_mask(documents), -math.inf)
     weights = torch.softmax(scores, dim=-1)  # each row sums to 1
     out = F.dropout(weights, dropout_p) @ v  # (B, H, T, D)
     return out, weights if return_weights else None
@@ -72,6 +82,7 @@ def tiled_attention(
     causal: bool = True,
     dropout_p: float = 0.0,
     return_weights: bool = False,
+    documents: Tensor | None = None,
     tile: int = 64,
 ) -> tuple[Tensor, None]:
     """The same with tile^2 scores at a time: FlashAttention's online softmax (Dao et al. 2022).
@@ -83,15 +94,17 @@ def tiled_attention(
 
     Raises ValueError for return_weights: the weights never exist as a whole.
     """
-    T, S, D = _check(q, k, v, causal)
+    T, S, D = _check(q, k, v, causal, documents)
     if return_weights:
         raise ValueError("tiled attention never holds the weights; use the reference backend")
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    # Not -inf: a tile may hold keys of other documents alone, and inf - inf is nan.
+    lowest = torch.finfo(q.dtype).min
     rows = []
     for top in range(0, T, tile):
         q_tile = q[:, :, top : top + tile]  # (B, H, t, D)
         position = S - T + top + torch.arange(q_tile.shape[2], device=q.device)  # (t,)
-        largest = q_tile.new_full((*q_tile.shape[:3], 1), -math.inf)  # (B, H, t, 1)
+        largest = q_tile.new_full((*q_tile.shape[:3], 1), lowest)  # (B, H, t, 1)
         total = torch.zeros_like(largest)
         out = torch.zeros_like(q_tile)
         visible = S - T + top + q_tile.shape[2] if causal else S  # later keys are all future
@@ -101,7 +114,10 @@ def tiled_attention(
             if causal:
                 key = left + torch.arange(k_tile.shape[2], device=q.device)  # (s,)
                 scores = scores.masked_fill(key > position[:, None], -math.inf)
-            # Key 0 is in every row's past, so after the first tile the maximum is finite.
+            if documents is not None:
+                queries, keys = slice(top, top + tile), slice(left, left + tile)
+                hidden = document_mask(documents, queries, keys)  # (B, 1, t, s)
+                scores = scores.masked_fill(hidden, -math.inf)
             new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
             rescale = torch.exp(largest - new_largest)
             p = torch.exp(scores - new_largest)
@@ -120,24 +136,28 @@ def sdpa_attention(
     causal: bool = True,
     dropout_p: float = 0.0,
     return_weights: bool = False,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, None]:
     """PyTorch's fused kernels (flash attention where the hardware has it).
 
     Raises ValueError for return_weights.
     """
-    T, S, _ = _check(q, k, v, causal)
+    T, S, _ = _check(q, k, v, causal, documents)
     if return_weights:
         raise ValueError("sdpa does not return weights; use the reference backend")
     # PyTorch's is_causal aligns query 0 with key 0, which is wrong for T < S (a KV cache): then the
     # mask is given, True where a key is seen. A single query sees every key and needs none.
     mask = ~future_mask(T, S, q.device) if causal and T < S and T > 1 else None
+    if documents is not None:
+        hidden = document_mask(documents)
+        mask = ~(hidden | future_mask(T, S, q.device) if causal else hidden)  # (B, 1, T, T)
     out = F.scaled_dot_product_attention(
         q,
         k,
         v,
         attn_mask=mask,
         dropout_p=dropout_p,
-        is_causal=bool(causal and T == S),  # bool(): to a tracer sizes are tensors
+        is_causal=bool(causal and T == S and mask is None),  # bool(): a tracer's sizes are tensors
         enable_gqa=bool(q.shape[1] != k.shape[1]),
     )
     return out, None
@@ -150,13 +170,18 @@ ATTENTION: dict[str, Attend] = {
 }
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, int, int]:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None
+) -> tuple[int, int, int]:
     (_, H, T, D), (_, H_kv, S, _) = q.shape, k.shape
     if k.shape != v.shape or k.shape[3] != D or q.shape[0] != k.shape[0] or H % H_kv:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"attention: shapes do not fit: {shapes}")
     if causal and T > S:
         raise ValueError(f"causal attention: {T} queries, but only {S} keys to end on")
+    if documents is not None and (T != S or documents.shape != (q.shape[0], T)):
+        shapes = f"documents {tuple(documents.shape)}, q {tuple(q.shape)}, k {tuple(k.shape)}"
+        raise ValueError(f"attention: documents must be (B, T), with T = S: {shapes}")
     return T, S, D
 
 
@@ -199,8 +224,14 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(self.layer, k, v)  # (B, H_kv, S, D)
         return q, k, v
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        cache: KVCache | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         q, k, v = self.project(x, rotation, cache)
         dropout_p = self.dropout if self.training else 0.0
-        out, _ = self.attend(q, k, v, causal=True, dropout_p=dropout_p)  # (B, H, T, D)
+        out, _ = self.attend(q, k, v, causal=True, dropout_p=dropout_p, documents=documents)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, T, H D) -> (B, T, C)

@@ -34,8 +34,14 @@ class Block(nn.Module):
         self.mlp = MLPS[config.mlp](config)
         self.drop = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
-        x = x + self.drop(self.attn(self.attn_norm(x), rotation, cache))
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        cache: KVCache | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        x = x + self.drop(self.attn(self.attn_norm(x), rotation, cache, documents))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 
@@ -70,6 +76,7 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor | None = None,
+        documents: Tensor | None = None,
         *,
         reduction: Reduction = "mean",
         cache: KVCache | None = None,
@@ -79,37 +86,50 @@ class GPT(nn.Module):
 
         tokens: (B, T) ids; they follow what `cache` holds, and are added to it.
         targets: (B, T) ids, the tokens one further on; IGNORE_INDEX where none counts.
+        documents: (B, T) ints, the number of each token's document where a row holds several, one
+            after the other: no token sees another document's, and positions start at 0 in each.
         reduction: "mean" over the targets that count, their "sum", or "none": (B, T), 0 where
             ignored.
         last_only: without targets, compute the logits of the last position alone, (B, 1, V).
 
         Returns logits (B, T, V) or a loss in nats.
-        Raises ValueError for a window longer than the context.
+        Raises ValueError for a window longer than the context, and for `documents` with a cache.
         """
-        x = self.hidden(tokens, cache)  # (B, T, C)
+        x = self.hidden(tokens, cache, documents)  # (B, T, C)
         head = self.embed.weight if self.head is None else self.head.weight  # (V, C)
         if targets is None:
             return F.linear(x[:, -1:] if last_only else x, head)
         return cross_entropy(x, head, targets, reduction)
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         """The residual stream after the last norm, (B, T, C)."""
-        x, rotation = self.embedded(tokens, cache)
+        x, rotation = self.embedded(tokens, cache, documents)
         for layer in self.layers:
-            x = layer(x, rotation, cache)
+            x = layer(x, rotation, cache, documents)
         if cache is not None:
             cache.advance(tokens.shape[1])
         return self.norm(x)
 
-    def embedded(self, tokens: Tensor, cache: KVCache | None = None) -> tuple[Tensor, Rotation]:
-        """What the first block is given: the embedding (B, T, C) and this window's rotation."""
+    def embedded(
+        self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None
+    ) -> tuple[Tensor, Rotation]:
+        """Return what the first block is given: the embedding (B, T, C) and the window's rotation.
+
+        RoPE needs no `documents`: a score depends on the distance of two positions alone.
+        """
+        if cache is not None and documents is not None:
+            raise ValueError("documents cannot be told apart in a KV cache: pass one of the two")
         T, start = tokens.shape[1], cache.length if cache is not None else 0
         if start + T > self.config.context_length:
             raise ValueError(
                 f"{start + T} tokens exceed model.context_length={self.config.context_length}"
             )
         x = self.embed(tokens)  # (B, T, C)
-        if self.positions is not None:
+        if self.positions is not None and documents is not None:
+            x = x + self.positions(positions_within(documents))
+        elif self.positions is not None:
             x = x + self.positions.weight[start : start + T]
         return self.drop(x), self.rope(start, T) if self.rope is not None else None
 
@@ -161,6 +181,13 @@ class GPT(nn.Module):
         matrices = sum(p.numel() for p in self.layers.parameters() if p.dim() == 2)
         matrices += config.vocab_size * config.d_model
         return 6 * matrices + 12 * config.n_layers * config.n_heads * config.d_head * T
+
+
+def positions_within(documents: Tensor) -> Tensor:
+    """Count each position from the start of its document, from 0: (B, T) -> (B, T) int64."""
+    place = torch.arange(documents.shape[1], device=documents.device)
+    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)  # (B, T)
+    return place - (place * starts).cummax(dim=1).values
 
 
 @contextmanager

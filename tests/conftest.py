@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from data.command import run_command
@@ -64,6 +66,15 @@ def tiny_argv(tiny_folder) -> Callable[..., list[str]]:
         return [str(ROOT / "config/debug.py"), *(f"--{k}={v}" for k, v in options.items())]
 
     return argv
+
+
+@pytest.fixture(scope="session")
+def short_documents(tiny_folder) -> dict[str, object]:
+    """Options for data of 150 documents of 3 to 40 bytes; windows of a tiny run have 16."""
+    path, rng = tiny_folder / "short.jsonl", np.random.default_rng(0)
+    texts = [f"def f{i}(x): return x * {i} + {i * i}"[: rng.integers(2, 40)] for i in range(150)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return {"source": path, "tokenizer": "byte", "split": "document"}
 
 
 @pytest.fixture(scope="session")

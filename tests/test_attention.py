@@ -70,6 +70,61 @@ def test_weights_sum_to_one_and_are_exactly_zero_on_the_future():
     assert reference_attention(q, k, v)[1] is None
 
 
+# Lengths of the documents of two rows; at 64 keys a tile, whole tiles are of other documents.
+ROWS = {
+    7: ([3, 4], [1, 5, 1]),
+    130: ([130], [1, 69, 60]),
+    200: ([150, 2, 48], [64, 64, 72]),
+}
+
+
+def documents_of(T: int) -> torch.Tensor:
+    """(2, T): the number of each position's document, by ROWS."""
+    rows = [torch.tensor(lengths) for lengths in ROWS[T]]
+    return torch.stack([torch.arange(len(r)).repeat_interleave(r) for r in rows])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("H_kv", [4, 2])
+@pytest.mark.parametrize("T", ROWS)
+@pytest.mark.parametrize("backend", ATTENTION)
+def test_documents_in_a_row_are_as_each_alone(backend, T, H_kv, causal, dtype):
+    qkv, documents = make_qkv(H_kv=H_kv, T=T, S=T, dtype=dtype), documents_of(T)
+    out, _ = ATTENTION[backend](*qkv, causal=causal, documents=documents)
+    expected = torch.empty_like(out)
+    for row, lengths in enumerate(ROWS[T]):
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        for length, end in zip(lengths, ends, strict=True):
+            alone = [x[row : row + 1, :, end - length : end] for x in qkv]
+            expected[row, :, end - length : end] = reference_attention(*alone, causal=causal)[0][0]
+    torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE[dtype])
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    gradients = torch.autograd.grad(out, qkv, direction)
+    for got, want in zip(gradients, torch.autograd.grad(expected, qkv, direction), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=10 * TOLERANCE[dtype])
+
+
+def test_weights_are_zero_on_every_other_document_and_on_the_future():
+    """The mask of a row of 2 + 1 + 2 positions, written out."""
+    q, k, v = make_qkv(B=1, T=5, S=5)
+    visible = torch.tensor(
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
+    ).bool()
+    documents = torch.tensor([[4, 4, 9, 0, 0]])  # which numbers they are does not matter
+    _, weights = reference_attention(q, k, v, return_weights=True, documents=documents)
+    assert ((weights > 0) == visible).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+@pytest.mark.parametrize(("T", "S", "shape"), [(3, 9, (2, 9)), (7, 7, (2, 6)), (7, 7, (1, 7))])
+def test_documents_of_another_shape_are_refused(backend, T, S, shape):
+    documents = torch.zeros(shape, dtype=torch.int64)
+    with pytest.raises(ValueError, match="documents must be"):
+        ATTENTION[backend](*make_qkv(T=T, S=S), documents=documents)
+
+
 @pytest.mark.parametrize("backend", OTHERS)
 def test_only_the_reference_returns_weights(backend):
     with pytest.raises(ValueError, match="reference"):

@@ -134,6 +134,21 @@ def test_one_two_and_four_ranks_in_turn_give_the_bits_of_one(plain, recipe, tiny
     assert bits(tmp_path / "run", STEPS) == bits(plain(recipe), STEPS)
 
 
+@pytest.mark.parametrize("windows", ["packed", "document"])
+def test_masked_documents_keep_the_bits_over_ranks_and_a_resume(
+    windows, tiny_argv, short_documents, tmp_path
+):
+    few = {**EXACT, **short_documents, "windows": windows, "max_steps": 7, "val_fraction": 0.2}
+    whole, again, masked = tmp_path / "whole", tmp_path / "again", {"document_mask": True}
+    train_ranks(2, tiny_argv(whole, **few, **masked), tmp_path)
+    resume(whole, 3, again)
+    assert train(tiny_argv(again, **few, **masked)) == 0
+    assert bits(again, 7) == bits(whole, 7)
+    log = tmp_path / "log"
+    assert train(tiny_argv(again, **few), log=log) == 2
+    assert "data.document_mask: the run has true, asked for false" in log.read_text()
+
+
 @pytest.mark.parametrize("micro_batches, worlds", [(6, (1, 2)), (12, (1, 2, 4))])
 def test_a_number_of_micro_batches_that_is_no_power_of_two(
     micro_batches, worlds, tiny_argv, tmp_path

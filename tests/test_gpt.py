@@ -8,8 +8,9 @@ import re
 import pytest
 import torch
 
+from model.cache import KVCache
 from model.config import ModelConfig
-from model.gpt import GPT
+from model.gpt import GPT, positions_within
 
 MODERN = dict(n_kv_heads=2)
 GPT2 = dict(norm="layer", mlp="gelu", position="learned", qk_norm=False, bias=True)
@@ -47,6 +48,47 @@ def test_a_later_token_never_changes_an_earlier_logit(kind, attention):
         after = model(changed)
         assert torch.equal(after[:, :t], before[:, :t])
         assert (after[:, t:] - before[:, t:]).abs().amax(-1).min() > 1e-5  # all that follow it see
+
+
+def test_positions_start_at_0_in_each_document():
+    documents = torch.tensor([[0, 0, 0, 1, 2, 2], [5, 3, 3, 3, 3, 3]])
+    assert positions_within(documents).tolist() == [[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "reference", "tiled"])
+@pytest.mark.parametrize("kind", [MODERN, GPT2], ids=["rope", "learned"])
+def test_documents_in_a_row_have_the_loss_and_gradient_of_each_alone(kind, attention):
+    """RoPE turns a document that starts at 11 by other angles; the scores are the same."""
+    model = perturb(make_model(attention=attention, **kind))
+    tokens, targets = randint(20, 2, 16), randint(20, 2, 16, seed=3)
+    documents = torch.tensor([[0] * 5 + [1] * 6 + [2] * 5, [0] * 15 + [1]])
+    alone = torch.zeros(2, 16)
+    for row, first, end in [(0, 0, 5), (0, 5, 11), (0, 11, 16), (1, 0, 15), (1, 15, 16)]:
+        one = (slice(row, row + 1), slice(first, end))
+        alone[one] = model(tokens[one], targets[one], reduction="none")
+    together = model(tokens, targets, documents=documents, reduction="none")
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    assert (model(tokens, targets, reduction="none") - alone).abs().amax() > 1e-2
+    found, wanted = (torch.autograd.grad(x.sum(), model.parameters()) for x in (together, alone))
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_token_never_changes_a_logit_of_another_document():
+    model = perturb(make_model()).eval()
+    tokens, documents = randint(20, 1, 12), torch.tensor([[0] * 5 + [1] * 7])
+    changed = tokens.clone()
+    changed[0, :5] = (tokens[0, :5] + 7) % 20
+    before, after = (model(ids, documents=documents) for ids in (tokens, changed))
+    assert torch.equal(after[:, 5:], before[:, 5:])
+    assert not torch.equal(after[:, :5], before[:, :5])
+
+
+def test_documents_and_a_cache_exclude_each_other():
+    model = make_model()
+    with pytest.raises(ValueError, match="cache"):
+        model(randint(20, 1, 4), cache=KVCache(2, 16), documents=torch.zeros(1, 4).long())
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_shards import make, random_ids
+from test_shards import documents, make, random_ids
 
 from data.config import DataConfig
 from data.loader import BatchLoader, permute, prefetch
@@ -175,6 +175,21 @@ def test_batches_hold_the_windows_that_locate_names(tmp_path):
             start = window * 16 + shift
             assert tokens[row].tolist() == ring[start : start + 16].tolist()
             assert targets[row].tolist() == ring[start + 1 : start + 17].tolist()
+
+
+@pytest.mark.parametrize("kind", ["packed", "document"])
+def test_documents_travel_with_their_rows(tmp_path, kind):
+    folder, _ = documents(tmp_path, [5, 1, 30, 16, 17, 2, 90] * 5, [100])
+    windows = Windows(folder, "train", 16, kind, document_mask=True)
+    batches = BatchLoader(windows, seed=1, global_batch=8, micro_batch=4)
+    found = list(prefetch(batches, range(20), CPU))
+    for i, parts in enumerate(found):
+        rows = [windows.pair(window, shift) for _, window, shift in batches.locate(i)]
+        assert len(parts) == 3
+        for part, expected in zip(parts, zip(*rows, strict=True), strict=True):
+            assert part.dtype == torch.int64
+            assert part.tolist() == np.stack(expected).tolist()
+    assert len({tuple(row) for parts in found for row in parts[2].tolist()}) > 5
 
 
 def test_index_ten_to_the_nine_costs_what_index_zero_costs():

@@ -85,7 +85,9 @@ def test_gradients_that_are_held_while_the_last_is_computed(M, held):
     assert partial_sums(M) == held
 
 
-def autograd_bytes(config: ModelConfig, batch: int, dtype: torch.dtype) -> int:
+def autograd_bytes(
+    config: ModelConfig, batch: int, dtype: torch.dtype, documents: torch.Tensor | None = None
+) -> int:
     """Bytes that autograd keeps of a forward, weights and autocast's copies of them apart."""
     model = GPT(config)
     own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
@@ -99,7 +101,7 @@ def autograd_bytes(config: ModelConfig, batch: int, dtype: torch.dtype) -> int:
     tokens = torch.zeros(batch, config.context_length, dtype=torch.int64)
     narrow = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
     with narrow, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(tokens, tokens, reduction="sum")
+        model(tokens, tokens, documents, reduction="sum")
     total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     if dtype != torch.float32:
         matrices = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
@@ -124,6 +126,15 @@ def test_activations_are_what_autograd_keeps(options, dtype):
     tokens = batch * 32
     counted = autograd_bytes(config, batch, dtype) - tokens * 100 * 4  # the log-probabilities
     assert tokens * bytes_per_token(config, name) == pytest.approx(counted, rel=0.002)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activations_with_a_document_mask(dtype):
+    config = ModelConfig(n_layers=2, d_model=64, context_length=128).resolved(100)
+    documents = torch.arange(128).expand(4, 128) // 30
+    counted = autograd_bytes(config, 4, dtype, documents) - 4 * 128 * 100 * 4
+    found = 4 * 128 * bytes_per_token(config, str(dtype)[6:], document_mask=True)
+    assert found == pytest.approx(counted, rel=0.01)
 
 
 def test_activations_with_dropout_in_float32():

@@ -275,8 +275,12 @@ def documents(folder: Path, lengths: list[int], cuts: list[int]) -> tuple[Path, 
     return make(folder, [{"train": parts}], starts={"train": starts}), ids
 
 
-@pytest.mark.parametrize("cuts", [[], [1], [13, 14, 40], [100]])
-@pytest.mark.parametrize("lengths", [[5, 1, 30, 16, 17, 2, 90], [161], [1] * 161])
+CUTS = [[], [1], [13, 14, 40], [100]]
+LENGTHS = [[5, 1, 30, 16, 17, 2, 90], [161], [1] * 161, [7] * 23, [10, 6, 11, 6, 128]]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("lengths", LENGTHS)
 def test_each_token_is_a_target_once_with_its_own_document_before_it(tmp_path, lengths, cuts):
     folder, ids = documents(tmp_path, lengths, cuts)
     T = 16
@@ -302,12 +306,72 @@ def test_each_token_is_a_target_once_with_its_own_document_before_it(tmp_path, l
     assert len(windows) == sum(-(-n // T) for n in lengths)
 
 
-def test_damaged_document_starts_are_refused(tmp_path):
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_short_documents_share_rows_and_know_their_own(tmp_path, lengths, cuts):
+    folder, ids = documents(tmp_path, lengths, cuts)
+    T = 16
+    rows = Windows(folder, "train", T, "document", document_mask=True)
+    begins = np.cumsum(lengths) - lengths
+    pieces = [n for length in lengths for n in [T] * (length // T) + [length % T] if n]
+    seen: list[int] = []
+    for i in range(len(rows)):
+        tokens, targets, numbers = rows.pair(i)
+        assert tokens.shape == targets.shape == numbers.shape == (T,)
+        n = int((targets != IGNORE_INDEX).sum())
+        assert (targets[:n] != IGNORE_INDEX).all() and n > 0
+        own = np.searchsorted(begins, np.arange(len(seen), len(seen) + n), side="right")
+        assert numbers[:n].tolist() == (own - own[0]).tolist()
+        assert tokens[0] == ids[len(seen) - 1]  # what stands before its first target
+        assert tokens[1:n].tolist() == targets[: n - 1].tolist()
+        taken = 0
+        while taken < n:  # whole pieces, as many as fit
+            taken += pieces.pop(0)
+        assert taken == n
+        assert not pieces or n + pieces[0] > T
+        seen += targets[:n].tolist()
+    assert seen == ids.tolist()
+    assert rows.window(0).tolist() == [ids[-1], *ids[:16]]
+
+
+@pytest.mark.parametrize("shift", [0, 5])
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_packed_windows_know_the_document_of_each_target(tmp_path, lengths, cuts, shift):
+    folder, _ = documents(tmp_path, lengths, cuts)
+    plain = Windows(folder, "train", 16)
+    masked = Windows(folder, "train", 16, document_mask=True)
+    of_token = np.repeat(np.arange(len(lengths)), lengths)
+    ring = np.concatenate([of_token, of_token + len(lengths)])  # the next round is another one
+    assert len(masked) == len(plain)
+    for i in range(len(masked)):
+        tokens, targets, numbers = masked.pair(i, shift)
+        for got, want in zip((tokens, targets), plain.pair(i, shift), strict=True):
+            assert got.tolist() == want.tolist()
+        expected = ring[16 * i + shift + 1 :][:16]
+        changes, found = np.diff(expected) != 0, np.diff(numbers)
+        assert numbers[0] == 0
+        assert found.min(initial=0) >= 0
+        assert ((found > 0) == changes).all()
+
+
+def test_the_rows_of_short_documents_hardly_pad(tmp_path):
+    lengths = np.random.default_rng(0).integers(2, 20, 2000)
+    folder, _ = documents(tmp_path, lengths.tolist(), [])
+    alone = Windows(folder, "train", 128, "document")
+    shared = Windows(folder, "train", 128, "document", document_mask=True)
+    assert len(alone) == 2000
+    assert lengths.sum() / (128 * len(alone)) < 0.1
+    assert lengths.sum() / (128 * len(shared)) > 0.9
+
+
+@pytest.mark.parametrize("options", [("document", False), ("document", True), ("packed", True)])
+def test_damaged_document_starts_are_refused(tmp_path, options):
     folder, _ = documents(tmp_path, [50, 50, 50], [])
     flip(folder / "train-00-000000.starts", 8)
-    Windows(folder, "train", 16)  # packed windows do not need them
+    Windows(folder, "train", 16)  # packed windows without a mask do not need them
     with pytest.raises(DamagedData, match=r"\.starts fails its checksum"):
-        Windows(folder, "train", 16, "document")
+        Windows(folder, "train", 16, *options)
 
 
 # Mixtures

@@ -15,10 +15,14 @@ from safetensors.torch import load_file
 
 import sample
 import train
+from data.prepare import prepared_folder
+from data.shards import IGNORE_INDEX, Windows
 from training import run as run_module
+from training.config import from_json
 from training.evaluate import Evaluation
 from training.folder import read_metrics
 from training.step import NonFinite
+from training.weights import load_for_sampling
 
 
 def metrics(folder: Path, name: str) -> dict[int, float]:
@@ -199,6 +203,41 @@ def test_loss_and_gradient_norm_do_not_depend_on_micro_batches(train_tiny, tmp_p
         assert len(whole) == 5
         for micro_batch in (4, 1):
             assert metrics(tmp_path / str(micro_batch), name) == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("windows", ["packed", "document"])
+def test_validation_hides_documents_from_each_other_too(
+    train_tiny, short_documents, tmp_path, windows
+):
+    """The loss that is logged is that of each document alone, as far as a packed row holds it."""
+    train_tiny(
+        tmp_path, **short_documents, windows=windows, document_mask=True, eval_windows=0, lr=0.1
+    )
+    config = from_json((tmp_path / "run.json").read_text())
+    model = load_for_sampling(tmp_path, "latest", torch.device("cpu"))[0]
+    total, count = 0.0, 0
+    rows = Windows(prepared_folder(config.data), "val", 16, windows, document_mask=True)
+    for i in range(len(rows)):
+        tokens, targets, documents = map(torch.from_numpy, rows.pair(i))
+        for number in documents.unique():
+            mine = (documents == number) & (targets != IGNORE_INDEX)
+            if mine.any():
+                loss = model(tokens[mine][None], targets[mine][None], reduction="sum")
+                total += loss.item()
+                count += int(mine.sum())
+    assert metrics(tmp_path, "val_loss")[8] == pytest.approx(total / count, abs=1e-5)
+    assert (rows.pair(1)[2] > 0).any()
+
+
+def test_masked_losses_do_not_depend_on_micro_batches(train_tiny, short_documents, tmp_path):
+    options = {**short_documents, "global_batch": 8, "interval": 1, "max_steps": 4}
+    found = {}
+    for name, more in {"8": {}, "2": {"micro_batch": 2}, "off": {"document_mask": False}}.items():
+        more = {"document_mask": True, "micro_batch": 8, "windows": "document", **more}
+        train_tiny(tmp_path / name, **options, **more)
+        found[name] = metrics(tmp_path / name, "loss")
+    assert found["2"] == pytest.approx(found["8"], rel=1e-5)
+    assert found["off"] != pytest.approx(found["8"], rel=1e-3)
 
 
 def test_the_seed_decides(train_tiny, trained_once, tmp_path):

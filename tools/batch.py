@@ -77,13 +77,15 @@ def windows_of(config: Config, folder: Path, step: int) -> Iterator[tuple[str, s
     from data.shards import Windows
     from data.tokenizer import load_tokenizer
 
-    windows = Windows(folder, "train", config.model.context_length, config.data.windows)
+    data = config.data
+    kind = data.windows, data.document_mask
+    windows = Windows(folder, "train", config.model.context_length, *kind)
     tokenizer = load_tokenizer(folder / "tokenizer")
     loader = BatchLoader(
         windows,
         seed=config.run.seed,
-        global_batch=config.data.global_batch,
-        micro_batch=config.data.micro_batch,
+        global_batch=data.global_batch,
+        micro_batch=data.micro_batch,
     )
     for j in range(loader.micro_batches):
         for row, place in enumerate(loader.locate((step - 1) * loader.micro_batches + j)):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.loader import Batch, stack
 from data.shards import Windows
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
@@ -85,8 +86,8 @@ def evaluate(
                 return None
             mine = slice(first + ranks.rank * batch, first + (ranks.rank + 1) * batch)
             if chosen[mine]:
-                tokens, targets = _stack(windows, chosen[mine])
-                sums[mine] = _score(model, tokens, targets, byte_lengths, ranks, precision)
+                rows = stack([windows.pair(i) for i in chosen[mine]])
+                sums[mine] = _score(model, rows, byte_lengths, ranks, precision)
     finally:
         model.train(training)
     if ranks.world > 1:  # every row is filled by one rank and 0 on the others: the sum is exact
@@ -99,24 +100,17 @@ def _any_stop(stop: bool, ranks: Ranks) -> bool:
     return ranks.sum_ints([int(stop)], "evaluation")[0] > 0
 
 
-def _stack(windows: Windows, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of some windows, (B, T) each."""
-    pairs = [windows.pair(i) for i in chosen]
-    tokens, targets = (torch.from_numpy(np.stack(side)) for side in zip(*pairs, strict=True))
-    return tokens, targets
-
-
 def _score(
     model: GPT,
-    tokens: Tensor,
-    targets: Tensor,
+    rows: Batch,
     byte_lengths: np.ndarray,
     ranks: Ranks,
     precision: Precision,
 ) -> Tensor:
-    """tokens, targets (B, T) -> (B, 3) float64: summed loss, targets, bytes of each window."""
+    """B rows of windows -> (B, 3) float64: summed loss, targets, bytes of each window."""
     with precision.autocast():
-        losses = model(tokens.to(ranks.device), targets.to(ranks.device), reduction="none")
+        losses = model(*(part.to(ranks.device) for part in rows), reduction="none")
+    targets = rows[1]
     counted = targets != IGNORE_INDEX
     lengths = torch.as_tensor(byte_lengths)[targets.clamp(min=0)] * counted
     columns = [losses.double().cpu().sum(1), counted.sum(1).double(), lengths.sum(1).double()]

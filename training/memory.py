@@ -60,7 +60,7 @@ def estimate_memory(
     optimizer = 2 * one - (FLOAT * matrices if muon else 0)  # Muon keeps one slot
     heap = HEAP if device == "cpu" else 1.0
     tokens = config.data.micro_batch * c.context_length
-    activations = tokens * bytes_per_token(c, dtype, device)
+    activations = tokens * bytes_per_token(c, dtype, device, config.data.document_mask)
     if dtype != "float32":  # autocast's copies of the matrices, until backward has ended
         activations += HALF * (matrices + c.vocab_size * c.d_model)
     activations = round(heap * activations)
@@ -83,7 +83,9 @@ def estimate_memory(
     return Memory(one, buckets + max(gradients, one + join), optimizer, activations, logits, peak)
 
 
-def bytes_per_token(c: ModelConfig, dtype: str, device: str = "cpu") -> int:
+def bytes_per_token(
+    c: ModelConfig, dtype: str, device: str = "cpu", document_mask: bool = False
+) -> int:
     """What autograd keeps of one token's forward, the logits apart."""
     C, A, K = c.d_model, c.n_heads * c.d_head, c.n_kv_heads * c.d_head
     narrow = FLOAT if dtype == "float32" else HALF
@@ -96,6 +98,8 @@ def bytes_per_token(c: ModelConfig, dtype: str, device: str = "cpu") -> int:
     if attention_dropout(c) > 0 and device != "cuda":
         # PyTorch's kernel there has no dropout: softmax, mask, product.
         attention = narrow * (2 * A + 2 * K + 3 * c.n_heads * c.context_length)
+    if document_mask:
+        attention += narrow * c.context_length  # a row of the mask, which PyTorch makes 0 or -inf
     # On CPUs, narrow queries and keys take PyTorch's plain norm, which keeps x and x / rms in
     # float32, and its plain rotation, after which the heads are copied side by side again.
     plain = narrow == HALF and device != "cuda"

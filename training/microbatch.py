@@ -82,10 +82,11 @@ def attempt(config: Config, size: int, ranks: Ranks) -> bool:
         # The optimizer's two slots, on several ranks what is sent, and sums of gradients.
         slots = 2 + (ranks.world > 1) + (partial_sums(mine) if exact else 0)
         held = [torch.zeros_like(p) for p in model.parameters() for _ in range(slots)]
-        windows = torch.zeros(size, T, dtype=torch.int64, device=device)
+        parts = 2 + config.data.document_mask
+        batch = torch.zeros(parts, size, T, dtype=torch.int64, device=device)
         for _ in range(1 if exact else min(mine, 2)):  # the second adds to the first's gradient
             with precision.autocast():
-                loss = model(windows, windows, reduction="sum")
+                loss = model(*batch, reduction="sum")
             loss.backward()
             del loss
         del held

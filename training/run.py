@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from data.loader import BatchLoader, prefetch
+from data.loader import Batch, BatchLoader, prefetch
 from training.budget import Budget, fitted, open_budget, steps_at
 from training.checkpoint import Checkpoints, TrainState, model_tensors, replace_file
 from training.config import Config, to_json
@@ -28,7 +27,7 @@ from training.startup import Data, environment
 from training.step import NonFinite, Setup, StepMetrics, count_targets, train_step
 
 Say = Callable[[str], None]
-Batches = Iterator[tuple[Tensor, Tensor]]
+Batches = Iterator[Batch]
 
 
 @dataclass

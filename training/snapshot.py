@@ -50,19 +50,20 @@ def scored_passage(
     first.
     """
     device = next(model.parameters()).device
-    tokens, targets = (torch.from_numpy(side)[:PASSAGE_TOKENS] for side in windows.pair(0))
+    row = [torch.from_numpy(part)[:PASSAGE_TOKENS] for part in windows.pair(0)]
+    tokens, targets, *documents = (part[None].to(device) for part in row)
     training = model.training
     model.eval()
     try:
         with precision.autocast():
-            logits = model(tokens[None].to(device))  # (1, T, V)
+            logits = model(tokens, None, *documents)  # (1, T, V)
     finally:
         model.train(training)
     log_chances = logits[0].float().log_softmax(-1).cpu()  # (T, V)
     # A padded vocabulary has ids that stand for nothing: they are not shown.
     best = log_chances[:, : tokenizer.vocab_size].topk(min(LIKELIEST, tokenizer.vocab_size))
     found = []
-    for row, target in enumerate(targets.tolist()):
+    for row, target in enumerate(targets[0].tolist()):
         if target == IGNORE_INDEX:
             break  # the document ends here
         loss = -log_chances[row, target].item()

@@ -125,8 +125,8 @@ def open_data(config: Config, ranks: Ranks, say: Say) -> Data:
     T, meta = config.model.context_length, read_meta(folder)
     check_tokenizer(folder, meta)
     tokenizer = load_tokenizer(folder / "tokenizer")
-    train = Windows(folder, "train", T, config.data.windows)
-    val = Windows(folder, "val", T, config.data.windows)
+    kind = config.data.windows, config.data.document_mask
+    train, val = Windows(folder, "train", T, *kind), Windows(folder, "val", T, *kind)
     lengths = np.asarray(tokenizer.byte_lengths())
     return Data(folder, tokenizer, train, val, meta.fingerprint, lengths)
 
@@ -219,14 +219,15 @@ def build_setup(config: Config, model: GPT, ranks: Ranks, say: Say) -> Setup:
 def _compile(setup: Setup, config: Config, say: Say) -> None:
     """torch.compile in place, tried on a batch of zeros; without a compiler, go on without."""
     model, shape = setup.model, (config.data.micro_batch, config.model.context_length)
-    tokens, targets = torch.zeros((2, *shape), dtype=torch.int64, device=setup.ranks.device)
+    parts = 2 + config.data.document_mask
+    batch = torch.zeros((parts, *shape), dtype=torch.int64, device=setup.ranks.device)
     model.compile()  # in place: tensor names stay as they are
     # Within DDP it is compiled in as many parts as there are buckets, each sent once it is there.
     forward = setup.ddp or model
     alone = setup.ddp.no_sync() if setup.ddp else contextlib.nullcontext()
     try:
         with alone, setup.precision.autocast():
-            forward(tokens, targets, reduction="sum").backward()
+            forward(*batch, reduction="sum").backward()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the compiler or its C++ toolchain raises

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from data.loader import Batch
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
 from training.distributed import Ranks
@@ -81,18 +82,18 @@ def seed_dropout(device: torch.device, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def count_targets(batches: Sequence[tuple[Tensor, Tensor]]) -> int:
-    """How many targets of these (tokens, targets) count."""
-    return int(sum((targets != IGNORE_INDEX).sum() for _, targets in batches))  # a GPU waits once
+def count_targets(batches: Sequence[Batch]) -> int:
+    """Count the targets of these batches that are not ignored."""
+    return int(sum((batch[1] != IGNORE_INDEX).sum() for batch in batches))  # a GPU waits once
 
 
 def train_step(
     setup: Setup,
-    batches: Sequence[tuple[Tensor, Tensor]],
+    batches: Sequence[Batch],
     step: int,
     n_targets: int | None = None,
 ) -> StepMetrics:
-    """Update number `step` + 1 from this rank's (tokens, targets), each (B, T), in order.
+    """Update number `step` + 1 from this rank's micro-batches, as the loader gives them, in order.
 
     The loss of a step is the sum over all valid targets of the whole global batch divided by their
     number, however they are spread over micro-batches and ranks.
@@ -132,22 +133,17 @@ def _can_skip(setup: Setup, parameters: list[Tensor]) -> bool:
     return not all(bool(torch.isfinite(p.grad).all()) for p in parameters)
 
 
-def _backward(
-    setup: Setup, batch: tuple[Tensor, Tensor], step: int, micro: int, divisor: float
-) -> Tensor:
+def _backward(setup: Setup, batch: Batch, step: int, micro: int, divisor: float) -> Tensor:
     """Forward and backward of one micro-batch; returns its summed loss, ()."""
-    tokens, targets = batch
     seed_dropout(setup.ranks.device, dropout_seed(setup.seed, step, micro))
     forward = setup.ddp or setup.model
     with setup.precision.autocast():
-        loss = forward(tokens, targets, reduction="sum")
+        loss = forward(*batch, reduction="sum")  # tokens, targets, perhaps documents
     setup.scaler.scale(loss / divisor).backward()
     return loss.detach()
 
 
-def _exact_gradient(
-    setup: Setup, batches: Sequence[tuple[Tensor, Tensor]], step: int, divisor: int
-) -> float:
+def _exact_gradient(setup: Setup, batches: Sequence[Batch], step: int, divisor: int) -> float:
     """Leave the gradient in p.grad, summed in a tree that depends on M alone; returns the loss sum,
     which rides along."""
     parameters = list(setup.model.parameters())
@@ -163,9 +159,7 @@ def _exact_gradient(
     return float(loss_sum)
 
 
-def _fast_gradient(
-    setup: Setup, batches: Sequence[tuple[Tensor, Tensor]], step: int, divisor: int
-) -> float:
+def _fast_gradient(setup: Setup, batches: Sequence[Batch], step: int, divisor: int) -> float:
     """Accumulated in place, one bucketed all_reduce by DDP in the last backward."""
     ranks, last = setup.ranks, setup.local_micro[-1]
     loss_sum = torch.zeros((), device=ranks.device)
