@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         from training import screen, startup
         from training.checkpoint import Checkpoints
         from training.distributed import join_ranks
-        from training.run import Run, recording
+        from training.run import Run, recording, saved_on_failure
         from training.signals import Interrupts
 
     with ExitStack() as stack:
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
             return 0
         startup.clear_folder(config, ranks, stack, warn)
         # Until here Ctrl-C ends at once: there is nothing to save.
-        with recording(run), interrupts:
+        with recording(run), interrupts, saved_on_failure(run):
             screen.introduce(run)
             train(run)
         if run.stopping:
@@ -89,4 +89,4 @@ def _silent(text: str) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, outlives_output=True)

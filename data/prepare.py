@@ -187,4 +187,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, outlives_output=True)

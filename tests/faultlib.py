@@ -70,7 +70,7 @@ def fork_command(
         sys.argv = ["train.py", *argv]
         if before is not None:
             before()
-        run_command(command)
+        run_command(command, outlives_output=True)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from data.command import ended_by_ctrl_c, exit_code_of, make_folder
+from data.command import ended_by_ctrl_c, exit_code_of, lasting_output, make_folder, run_command
 from data.options import ConfigError
 
 
@@ -66,6 +67,105 @@ def test_an_error_brings_its_own_code():
     assert exit_code_of(Held()) == 6
     assert exit_code_of(OSError(errno.ENOENT, "no such file")) == 1
     assert exit_code_of(ConfigError("x")) == 2
+
+
+# Output that fails
+
+
+class Failing(io.StringIO):
+    """A stream that fails from its second write on."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error, self.writes = error, 0
+
+    def write(self, text: str) -> int:
+        self.writes += 1
+        if self.writes > 1:
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("which", ["stdout", "stderr"])
+@pytest.mark.parametrize(
+    "error",
+    [*(OSError(getattr(errno, name), name) for name in ("EIO", "EPIPE", "ENOSPC", "EBADF")),
+     ValueError("I/O operation on closed file")],
+    ids=str,
+)  # fmt: skip
+def test_output_that_fails_ends_nothing_and_is_told_once_on_the_other(monkeypatch, which, error):
+    failing, other = Failing(error), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", failing if which == "stdout" else other)
+    monkeypatch.setattr(sys, "stderr", failing if which == "stderr" else other)
+    with lasting_output():
+        for text in "abc":
+            getattr(sys, which).write(text)
+            print(text, file=getattr(sys, which), flush=True)
+    assert getattr(sys, which) is failing  # put back
+    assert failing.getvalue() == "a" and failing.writes == 2
+    (told,) = other.getvalue().splitlines()
+    assert told.startswith(f"note: {which} cannot be written (")
+
+
+def test_both_may_fail(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Failing(OSError(errno.EIO, "gone")))
+    with lasting_output():
+        for _ in range(3):
+            print("a")
+            print("b", file=sys.stderr)
+
+
+def test_a_pipe_that_is_full_for_a_moment_is_not_given_up(monkeypatch):
+    stream = Failing(BlockingIOError(errno.EAGAIN, "would block"))
+    monkeypatch.setattr(sys, "stdout", stream)
+    with lasting_output():
+        print("a", end="")
+        print("b", end="")
+        stream.writes = -9
+        print("c", end="")
+    assert stream.getvalue() == "ac"
+
+
+PRINTS = "import sys; [print('x' * 999, flush=True) for _ in range(9)]; "
+PRINTS += "print('y', file=sys.stderr, flush=True); open(argv[0], 'w').write('done')"
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+@pytest.mark.parametrize("to", [">&-", "2>&-", ">&- 2>&-", "0<&- >&- 2>&-", ">/dev/full", "| true"])
+def test_the_shells_ways_to_take_output_away(tmp_path, to, lasting):
+    """Closed streams hurt no command; a full disk or a closed pipe only those that live by it."""
+    done, code = tmp_path / "done", tmp_path / "code"
+    body = f"from data.command import *\ndef main(argv):\n    {PRINTS}\n    return 3\n"
+    body += f"run_command(main, outlives_output={lasting})"
+    # head of the pipe: it waits, so that its reader has gone
+    sleep = "sleep 0.2; " if "|" in to else ""
+    script = f'{{ {sleep}"$0" -c "$1" "$2"; echo $? >"$3"; }} {to}'
+    argv = ["sh", "-c", script, sys.executable, body, str(done), str(code)]
+    err = subprocess.run(argv, capture_output=True, text=True, timeout=60).stderr
+    ended = {">/dev/full": 5, "| true": 141}.get(to, 3) if not lasting else 3
+    assert int(code.read_text()) == ended, err
+    assert done.exists() == (ended == 3)
+    assert "Traceback" not in err and "Exception ignored" not in err
+
+
+def test_a_file_opened_later_never_gets_the_number_of_a_closed_stream(tmp_path):
+    body = "from data.command import *\ndef main(argv):\n    f = open(argv[0], 'w')\n"
+    body += "    os.write(2, b'of a library in C')\nrun_command(main)"
+    script = 'exec "$0" -c "$1" "$2" >&- 2>&-'
+    subprocess.run(["sh", "-c", script, sys.executable, body, str(tmp_path / "f")], check=True)
+    assert (tmp_path / "f").read_text() == ""
+
+
+def test_a_broken_pipe_that_is_not_the_output_keeps_its_traceback(monkeypatch):
+    """The connection of a library, say: 141 without a word would hide it."""
+
+    def main(argv: list[str]) -> int:
+        raise BrokenPipeError(errno.EPIPE, "a socket")
+
+    monkeypatch.setattr(sys, "argv", ["x"])
+    with pytest.raises(BrokenPipeError):
+        run_command(main, outlives_output=True)
 
 
 # Ctrl-C

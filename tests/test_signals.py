@@ -10,10 +10,22 @@ import pytest
 from faultlib import Shared, ended, fork, fork_command, leftovers, train, verified, wait_for
 
 import training.checkpoint
-from training.signals import Interrupts
+from training.signals import STOPPING, Interrupts
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.fixture(autouse=True)
+def not_ignored():
+    """Signals as a shell's foreground job has them: these tests may run in the background."""
+    before = {name: signal.getsignal(getattr(signal, name)) for name in STOPPING}
+    for name in STOPPING:
+        usual = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+        signal.signal(getattr(signal, name), usual)
+    yield
+    for name, handler in before.items():
+        signal.signal(getattr(signal, name), handler)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
 def test_a_signal_is_noted_and_told_as_shells_do(name, capfd):
     before = signal.getsignal(getattr(signal, name))
     with Interrupts(announce=True) as interrupts:
@@ -22,6 +34,22 @@ def test_a_signal_is_noted_and_told_as_shells_do(name, capfd):
         assert interrupts.stop and interrupts.exit_code == 128 + getattr(signal, name)
     assert signal.getsignal(getattr(signal, name)) == before
     assert ("Ctrl-C once more ends at once" in capfd.readouterr().err) == (name == "SIGINT")
+
+
+@pytest.mark.parametrize("name", STOPPING)
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(name):
+    """nohup ignores SIGHUP, a shell SIGINT for a job in the background."""
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+    with Interrupts() as interrupts:
+        os.kill(os.getpid(), getattr(signal, name))
+        assert not interrupts.stop
+
+
+@pytest.mark.parametrize("name", ["SIGQUIT", "SIGPIPE"])
+def test_other_signals_are_left_as_they_were(name):
+    before = signal.getsignal(getattr(signal, name))
+    with Interrupts():
+        assert signal.getsignal(getattr(signal, name)) == before
 
 
 def test_the_first_signal_decides_the_exit_code():

@@ -48,6 +48,7 @@ class Run:
     observer: Observer | None = None  # rank 0's
     budget: Budget | None = None  # rank 0's, if the run has a time budget
     stopping: bool = False  # some rank was asked to; all know
+    saving: bool = False  # a save is under way, or has failed
     tokens: int = 0  # targets of all ranks since the last line of the log ...
     seconds: float = 0.0  # ... and the time for them, without evaluation and saving ...
     waited: float = 0.0  # ... of which it waited for data
@@ -172,12 +173,12 @@ def take_step(run: Run, batches: Batches) -> None:
         used = [place for j in range(setup.n_micro) for place in run.loader.locate(first + j)]
         shown = ", ".join(f"{window} (epoch {epoch})" for epoch, window, *_ in used[:32])
         raise NonFinite(f"{error}. Its windows: {shown}{' ...' * (len(used) > 32)}") from error
+    run.state.step += 1  # at once: weights and step are a state that may be saved at any time
+    run.state.skipped += run.last.skipped
     seconds = time.perf_counter() - began
     run.seconds += seconds
     run.waited += waited
     run.tokens += run.last.tokens
-    run.state.step += 1
-    run.state.skipped += run.last.skipped
     if run.budget is not None:
         run.budget.stepped(seconds)
         run.state.seconds = run.budget.spent
@@ -279,6 +280,7 @@ def save(run: Run, best: bool = False) -> None:
     """A checkpoint of this step, by rank 0."""
     if not run.setup.ranks.first:
         return
+    run.saving = True
     setup, state = run.setup, run.state
     state.scaler = setup.scaler.state_dict()
     written = run.checkpoints.save(
@@ -292,5 +294,30 @@ def save(run: Run, best: bool = False) -> None:
     if best:
         run.checkpoints.set_best(state.step)
     run.checkpoints.prune(run.config.run.keep_checkpoints)
+    run.saving = False
     if written:
         run.say(f"saved {run.checkpoints.path(state.step)}")
+
+
+@contextlib.contextmanager
+def saved_on_failure(run: Run) -> Iterator[None]:
+    """If the block fails, save the last complete update, then let the failure be seen.
+
+    Rank 0 does it alone, without a word to the others: they hold the same weights and may be gone.
+    """
+    try:
+        yield
+    except Exception as error:
+        if run.setup.ranks.first and run.state.step > 0 and not doubts_weights(run, error):
+            try:
+                save(run)
+                run.warn(f"warning: ended by an error; step {run.state.step} is saved")
+            except Exception as other:  # a full disk, a GPU that is lost ...
+                run.warn(f"warning: step {run.state.step} could not be saved: {other}")
+        raise
+
+
+def doubts_weights(run: Run, error: Exception) -> bool:
+    """Whether after this error the weights may not be those of the last complete update, or not be
+    worth keeping, or saving them is what failed. Decided here alone."""
+    return isinstance(error, NonFinite) or run.setup.updating or run.saving

@@ -8,13 +8,16 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-STOPPING = ("SIGTERM", "SIGINT", "SIGUSR1")  # USR1: what batch systems send before the time is up
+# HUP: the terminal or the connection is closed. USR1, USR2, XCPU: what batch systems send before
+# the time is up. QUIT (Ctrl-\) is left alone: it ends a process at once, and tears nothing either.
+STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 
 
 class Interrupts:
     """While the block runs, signals set `signal` instead of ending the process.
 
-    The loop looks at it once a step, so nothing is ever cut in the middle.
+    The loop looks at it once a step, so nothing is ever cut in the middle. A signal that was
+    ignored when the process began (nohup, a shell's background job) stays ignored.
     """
 
     def __init__(self, announce: bool = False) -> None:
@@ -34,8 +37,8 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             for name in STOPPING:
-                number = getattr(signal, name, None)  # Windows has no USR1
-                if number is not None:
+                number = getattr(signal, name, None)  # Windows has only two of them
+                if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
         return self
 

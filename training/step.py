@@ -54,6 +54,7 @@ class Setup:
     seed: int
     grad_clip: float
     ddp: DistributedDataParallel | None = None  # for reduction=fast on several ranks
+    updating: bool = False  # weights are being changed: between two states, neither to be saved
 
     @property
     def local_micro(self) -> range:
@@ -120,8 +121,10 @@ def train_step(
         )
     if setup.grad_clip > 0 and finite:
         torch.nn.utils.clip_grads_with_norm_(parameters, setup.grad_clip, norm)
+    setup.updating = True
     setup.scaler.step(setup.optimizers)  # float16: not if a gradient has overflowed
     setup.scaler.update()
+    setup.updating = False
     setup.optimizers.zero_grad()
     return StepMetrics(loss, grad_norm, n_targets, not finite)
 

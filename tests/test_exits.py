@@ -1,0 +1,191 @@
+"""What ends a run: whatever it is, the last complete update is saved unless it is in doubt."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from faultlib import Job, bits, ended, fork, leftovers, train, verified
+
+import training.checkpoint
+import training.logger
+import training.observer
+import training.optimizer
+import training.run
+import training.step
+from data.meta import DamagedData
+from training.distributed import LostRank
+
+# Nothing is saved in the course of the run, so that what is there was saved on the way out.
+ALONE = {"max_steps": 8, "eval_interval": 100, "checkpoint_interval": 100, "interval": 1}
+ALONE |= {"dropout": 0.2}
+
+
+@pytest.fixture(scope="module")
+def plain(train_tiny, tmp_path_factory) -> Path:
+    """The run of 8 steps that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    assert train_tiny(folder, **ALONE) == 0
+    return folder
+
+
+def failing_at(step: int, owner, name: str, error: BaseException, monkeypatch, late=False) -> None:
+    """Let owner.name raise in update `step`, before or after it has done its work."""
+    inner = getattr(owner, name)
+    taken = training.run.take_step
+    now = [0]
+
+    def take_step(run, batches):
+        now[0] = run.state.step + 1
+        return taken(run, batches)
+
+    def failing(*args, **options):
+        if now[0] != step:
+            return inner(*args, **options)
+        if late:
+            inner(*args, **options)
+        raise error
+
+    monkeypatch.setattr(training.run, "take_step", take_step)
+    monkeypatch.setattr(owner, name, failing)
+
+
+# (what fails in update 5, its error, the step that is then saved)
+BESIDE = {
+    "a damaged shard": (training.run, "count_targets", DamagedData("train-0 is damaged"), 4),
+    "the model": (training.step, "_backward", RuntimeError("a bug in the model"), 4),
+    "memory": (training.step, "_backward", torch.OutOfMemoryError("CUDA out of memory"), 4),
+    "a lost rank": (training.step, "sum_over_ranks", LostRank("rank 1 is gone"), 4),
+    "the log": (training.logger.RunLogger, "event", OSError(errno.ENOSPC, "full"), 5),
+    "the bar": (training.logger.RunLogger, "advance", OSError(errno.EIO, "gone"), 5),
+    "the advice": (training.observer.Observer, "logged", KeyError("a bug"), 5),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "error", "step"), BESIDE.values(), ids=BESIDE)
+def test_what_does_not_doubt_the_weights_saves_and_is_then_raised(
+    owner, name, error, step, train_tiny, tmp_path, monkeypatch, plain, capsys
+):
+    with monkeypatch.context() as patch, pytest.raises(type(error)) as raised:
+        failing_at(5, owner, name, error, patch)
+        train_tiny(tmp_path / "run", **ALONE)
+    assert raised.value is error
+    assert verified(tmp_path / "run") == [step]
+    assert f"step {step} is saved" in capsys.readouterr().out
+    assert train_tiny(tmp_path / "run", **ALONE) == 0
+    assert bits(tmp_path / "run", 8) == bits(plain, 8)
+
+
+IN_DOUBT = {
+    "no number": (training.run, "train_step", training.step.NonFinite("loss nan"), False),
+    "half an update": (training.optimizer.Optimizers, "step", RuntimeError("in the middle"), False),
+    "an update not counted": (
+        training.optimizer.Optimizers, "step", RuntimeError("after it"), True,
+    ),
+    "a kill": (training.step, "_backward", KeyboardInterrupt(), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "name", "error", "late"), IN_DOUBT.values(), ids=IN_DOUBT)
+def test_what_doubts_the_weights_saves_nothing(
+    owner, name, error, late, train_tiny, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        failing_at(5, owner, name, error, patch, late)
+        train_tiny(tmp_path / "run", **ALONE)
+    assert verified(tmp_path / "run") == []
+
+
+def test_a_save_that_failed_is_not_tried_again(train_tiny, tmp_path, monkeypatch):
+    tried = []
+
+    def full(*args, **options):
+        tried.append(args)
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(training.checkpoint.Checkpoints, "save", full)
+    with pytest.raises(OSError, match="full"):
+        train_tiny(tmp_path / "run", **{**ALONE, "checkpoint_interval": 2})
+    assert len(tried) == 1
+
+
+def test_a_save_that_fails_on_the_way_out_hides_nothing(train_tiny, tmp_path, monkeypatch, capsys):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(training.checkpoint.Checkpoints, "save", full)
+    error = RuntimeError("a bug in the model")
+    failing_at(5, training.step, "_backward", error, monkeypatch)
+    with pytest.raises(RuntimeError) as raised:
+        train_tiny(tmp_path / "run", **ALONE)
+    assert raised.value is error
+    assert "step 4 could not be saved" in capsys.readouterr().out
+
+
+def test_before_the_first_update_nothing_is_saved(train_tiny, tmp_path, monkeypatch):
+    failing_at(1, training.step, "_backward", RuntimeError("at once"), monkeypatch)
+    with pytest.raises(RuntimeError):
+        train_tiny(tmp_path / "run", **ALONE)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_alone(rank, tiny_argv, tmp_path, plain):
+    """Rank 0 saves whether it fails itself or loses the other; nobody waits for long."""
+    argv = tiny_argv(tmp_path / "run", **ALONE, micro_batch=1, timeout=60)
+
+    def patch() -> None:
+        inner = training.run.take_step
+
+        def take_step(run, batches):
+            if run.state.step == 4 and run.setup.ranks.rank == rank:
+                raise ZeroDivisionError("this rank alone")
+            inner(run, batches)
+
+        training.run.take_step = take_step
+
+    job = Job(2, argv, tmp_path / "logs", before=patch)
+    codes = job.wait(limit=40)
+    assert codes[rank] == 1 and codes[1 - rank] == 7, job.text()
+    assert "ZeroDivisionError" in job.logs[rank].read_text()
+    assert verified(tmp_path / "run") == [4]
+    assert not leftovers(tmp_path / "run")
+
+
+# Output
+
+
+def test_training_outlives_its_output(tiny_argv, tmp_path, plain):
+    """The reader has gone (`| head`), and there is a bar: stdout and stderr fail."""
+
+    def patch() -> None:
+        take, give = os.pipe()
+        os.dup2(give, 1)
+        os.dup2(give, 2)
+        os.close(give)
+        os.close(take)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr.isatty = lambda: True
+
+    argv = tiny_argv(tmp_path / "run", **ALONE)
+    assert ended(fork(argv, before=patch)) == 0
+    assert bits(tmp_path / "run", 8) == bits(plain, 8)
+    log = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert log.count('"loss"') == 8
+
+
+def test_the_command_without_streams(tiny_argv, tmp_path, plain):
+    """As a daemon starts it: sys.stdout and sys.stderr are None."""
+
+    def patch() -> None:
+        for number in (0, 1, 2):
+            os.close(number)
+        sys.stdin = sys.stdout = sys.stderr = None
+
+    assert train(tiny_argv(tmp_path / "run", **ALONE), before=patch) == 0
+    assert bits(tmp_path / "run", 8) == bits(plain, 8)
