@@ -7,7 +7,7 @@ import urllib.request
 from collections.abc import Iterator
 
 from data.options import ConfigError
-from data.readers import text_of
+from data.readers import How, as_text, field_of
 from data.text import Piece, row_pieces
 
 NETWORK_SECONDS = 10
@@ -23,7 +23,7 @@ def parse_hub(spec: str) -> tuple[str, str | None, str]:
     return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or "train"
 
 
-def hub_pieces(spec: str, text_field: str, errors: str) -> Iterator[Piece]:
+def hub_pieces(spec: str, how: How) -> Iterator[Piece]:
     """Each row is one document. Raises ConfigError with the way on if the hub does not give it."""
     name, subset, split = parse_hub(spec)
     try:
@@ -34,8 +34,8 @@ def hub_pieces(spec: str, text_field: str, errors: str) -> Iterator[Piece]:
     try:
         rows = datasets.load_dataset(name, subset, split=split, streaming=True)
         for number, row in enumerate(rows):
-            text = text_of(row, text_field, errors, f"{spec}, row {number}")
-            yield from row_pieces(text, 0)
+            place = f"{spec}, row {number}"
+            yield from row_pieces(as_text(field_of(row, how.text_field, place), how, place), 0)
     except ConfigError:
         raise
     except Exception as error:  # datasets raises what its many parts raise

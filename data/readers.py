@@ -1,57 +1,233 @@
-"""Documents out of files: plain text, JSON lines, parquet; .gz and .zst are seen through."""
+"""Documents out of files: text, JSON lines and arrays, csv, parquet, arrow.
+
+.gz, .bz2, .xz and .zst are seen through, by their first bytes and not only by their names.
+"""
 
 from __future__ import annotations
 
+import bz2
+import csv
 import gzip
 import json
+import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from data.options import ConfigError
-from data.text import Piece, decode, decoded, document_pieces, row_pieces, without_surrogates
+from data.text import (
+    Piece,
+    decode,
+    decoded,
+    document_pieces,
+    normalised,
+    refuse_binary,
+    row_pieces,
+    separated_pieces,
+    without_nul,
+    without_surrogates,
+)
 
 READ_BYTES = 1 << 20
-PARQUET_ROWS = 1000
-COMPRESSED = (".gz", ".zst")
+LINE_BYTES = 64 << 20  # of one row: what is longer would fill the memory, even from a small .gz
+TABLE_ROWS = 1000
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+# What a folder is searched for, beside STRUCTURED; a file or glob that is named is always read.
+TEXT_SUFFIXES = frozenset(
+    ".txt .md .rst .tex .org .log .srt .html .htm .xml .yaml .yml .toml .ini .cfg".split()
+)
+CODE_SUFFIXES = frozenset(
+    ".py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .scala .cs .swift .js .jsx .ts .tsx .css "
+    ".rb .php .pl .lua .r .jl .hs .ml .sh .bash .ps1 .sql".split()
+)
+STRUCTURED = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".jsonlines": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".bin": "ids",
+}
+FIRST_BYTES = {
+    b"\x1f\x8b\x08": "gz",
+    b"BZh": "bz2",
+    b"\xfd7zXZ\0": "xz",
+    b"\x28\xb5\x2f\xfd": "zst",
+    b"PK\x03\x04": "a zip archive",
+    b"PK\x05\x06": "an empty zip archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"Rar!\x1a\x07": "a rar archive",
+    b"\x04\x22\x4d\x18": "compressed by lz4",
+    b"\x1f\x9d": "compressed by compress",
+    b"LZIP": "compressed by lzip",
+    b"%PDF-": "a PDF",
+}
+AFTER_BZH = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)")  # "BZh" alone may be text
+
+
+class Row(NamedTuple):
+    """One row of a file, as it is there: an object, a string, a list of ids."""
+
+    name: str  # of the file and the place in it, for messages
+    value: Any
+    read: int  # bytes of the file that were read for it
+
+
+class How(NamedTuple):
+    """How files are read: the options that text depends on."""
+
+    text_field: str = "text"
+    errors: str = "strict"
+    separator: str = ""
+
+
+def suffix_of(file: Path) -> str:
+    """The suffix in lower case, one of compression not counted."""
+    name = Path(file.stem) if file.suffix.lower() in COMPRESSED else file
+    return name.suffix.lower()
 
 
 def kind_of(file: Path) -> str:
-    """text, jsonl, parquet or ids, by the file's suffix; what is not known is text."""
-    suffixes = [s for s in file.suffixes if s.lower() not in COMPRESSED]
-    suffix = suffixes[-1].lower() if suffixes else ""
-    kinds = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".bin": "ids"}
-    return kinds.get(suffix, "text")
+    """What a file's name says that it is: text, ids, or a key of READERS.
+
+    "json" has to be looked into (`form_of`), and so has a file whose suffix says nothing.
+    """
+    suffix = suffix_of(file)
+    is_text = suffix in TEXT_SUFFIXES or suffix in CODE_SUFFIXES
+    return STRUCTURED.get(suffix, "text" if is_text else "json")
 
 
-def file_pieces(file: Path, text_field: str, errors: str) -> Iterator[Piece]:
+def form_of(file: Path, how: How) -> str:
+    """What a file is read as: its kind, once "json" is seen to be "jsonl", "values" or "text"."""
+    kind = kind_of(file)
+    if kind != "json":
+        return kind
+    head, whole = _first_line(file)
+    if head[:1] not in (b"{", b"["):
+        return "text"
+    if head[:1] == b"{" and whole and isinstance(_json_or_none(head), dict):
+        return "jsonl"
+    try:
+        value = next(json_values(file, how), Row("", None, 0)).value
+    except ConfigError:
+        return "text"
+    if head[:1] == b"[" and isinstance(value, (dict, str, list)):
+        return "values"
+    return "values" if isinstance(value, dict) and how.text_field in value else "text"
+
+
+def _first_line(file: Path) -> tuple[bytes, bool]:
+    """The first line that is not blank, as far as it may hold an object, and whether it is whole."""
+    parts: list[bytes] = []
+    size = 0
+    for chunk, _ in chunks(file):
+        chunk = chunk if parts else chunk.lstrip(b"\xef\xbb\xbf \t\r\n")
+        line, newline, _ = chunk.partition(b"\n")
+        parts += [line] if line else []
+        size += len(line)
+        if newline or size > LINE_BYTES or (parts and parts[0][:1] != b"{"):
+            return b"".join(parts), size <= LINE_BYTES
+    return b"".join(parts), True
+
+
+def _json_or_none(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+
+
+def file_pieces(file: Path, how: How, form: str | None = None) -> Iterator[Piece]:
     """The documents of one file. Raises ConfigError for damage, by name and byte offset or row."""
-    return READERS[kind_of(file)](file, text_field, errors)
+    form = form or form_of(file, how)
+    if form == "text":
+        yield from text_pieces(file, how)
+        return
+    for name, value, read in READERS[form](file, how):
+        yield from row_pieces(as_text(value, how, name), read)
+
+
+def file_rows(file: Path, how: How) -> Iterator[Row] | None:
+    """The rows of one file as they are; None for plain text."""
+    form = form_of(file, how)
+    return None if form == "text" else READERS[form](file, how)
+
+
+# Bytes
 
 
 def chunks(file: Path) -> Iterator[tuple[bytes, int]]:
     """(bytes, how far the file itself was read for them) of a file, decompressed.
 
-    Raises ConfigError if it cannot be read or decompressed.
+    Raises ConfigError if it cannot be read or decompressed, or is an archive of files.
     """
     offset = position = 0
+    packing = ""
     try:
-        with file.open("rb") as raw, _decompressed(raw, file) as stream:
-            while chunk := stream.read(READ_BYTES):
-                yield chunk, raw.tell() - position
-                offset, position = offset + len(chunk), raw.tell()
-    except (OSError, EOFError, zlib.error) as error:
-        at = f" after {offset} decompressed bytes" if file.suffix.lower() in COMPRESSED else ""
+        with file.open("rb") as raw:
+            packing = _packing(file, raw.read(512))
+            raw.seek(0)
+            with _decompressed(raw, file, packing) as stream:
+                while chunk := stream.read(READ_BYTES):
+                    if packing and offset == 0:
+                        _refuse_packed(file, chunk, "compressed ")
+                    yield chunk, raw.tell() - position
+                    offset, position = offset + len(chunk), raw.tell()
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, PermissionError):
+            raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+        at = f" after {offset} decompressed bytes" if packing else ""
         raise ConfigError(f"{file}: cannot be read{at}: {error}") from None
 
 
-def _decompressed(raw: BinaryIO, file: Path) -> Any:
-    if file.suffix.lower() == ".gz":
+def _packing(file: Path, head: bytes) -> str:
+    """gz, bz2, xz or zst by the first bytes, else by the name; "" for what is not compressed."""
+    found = _first_bytes(head)
+    if found in ("gz", "bz2", "xz", "zst"):
+        return found
+    _refuse_packed(file, head, "")
+    suffix = file.suffix.lower()
+    return suffix[1:] if suffix in COMPRESSED else ""
+
+
+def _first_bytes(head: bytes) -> str:
+    found = next((name for mark, name in FIRST_BYTES.items() if head.startswith(mark)), "")
+    if found == "bz2" and not AFTER_BZH.match(head):
+        return ""
+    return found or ("a tar archive" if head[257:262] == b"ustar" else "")
+
+
+def _refuse_packed(file: Path, head: bytes, within: str) -> None:
+    """Raise ConfigError for what is read only once somebody has unpacked it."""
+    found = _first_bytes(head)
+    if found:
+        found = f"a {found} file" if found in ("gz", "bz2", "xz", "zst") else found
+        what = "convert it to text" if "PDF" in found else "unpack it, and name what comes out"
+        raise ConfigError(f"{file}: is {within}{found}, not text: {what}")
+
+
+def _decompressed(raw: BinaryIO, file: Path, packing: str) -> Any:
+    if packing == "gz":
         return gzip.GzipFile(fileobj=raw)
-    if file.suffix.lower() == ".zst":
+    if packing == "bz2":
+        return bz2.BZ2File(raw)
+    if packing == "xz":
+        return lzma.LZMAFile(raw)
+    if packing == "zst":
         return pyarrow_for(file).CompressedInputStream(raw, "zstd")
     return raw
+
+
+def is_compressed(file: Path) -> bool:
+    """Whether a file is compressed, by its first bytes or its name; archives are refused."""
+    with file.open("rb") as raw:
+        return bool(_packing(file, raw.read(512)))
 
 
 def pyarrow_for(file: Path) -> Any:
@@ -63,51 +239,141 @@ def pyarrow_for(file: Path) -> Any:
     return pyarrow
 
 
-def text_pieces(file: Path, text_field: str, errors: str) -> Iterator[Piece]:
-    """A text file is one document."""
-    return document_pieces(decoded(chunks(file), file, errors))
+# Text
 
 
-def jsonl_pieces(file: Path, text_field: str, errors: str) -> Iterator[Piece]:
-    """Each line is one document: a JSON object that holds the text in `text_field`."""
+def text_pieces(file: Path, how: How) -> Iterator[Piece]:
+    """A text file is one document, or several with a separator between them."""
+    text = _text(file, how)
+    return separated_pieces(text, how.separator) if how.separator else document_pieces(text)
+
+
+def _text(file: Path, how: How) -> Iterator[tuple[str, int]]:
+    raw = without_nul(refuse_binary(chunks(file), file), file, how.errors)
+    return decoded(raw, file, how.errors)
+
+
+# JSON
+
+
+def json_lines(file: Path, how: How) -> Iterator[Row]:
+    """Each line that is not blank is one row."""
     offset = 0
     for number, (line, read) in enumerate(_lines(file), start=1):
         name = f"{file}, line {number}"
         start = 3 if number == 1 and line.startswith(b"\xef\xbb\xbf") else 0
-        text, _ = decode(line[start:], errors, file, offset + start)
+        text, _ = decode(line[start:], how.errors, file, offset + start)
         if text.strip():
             try:
-                row = json.loads(text)
-            except ValueError as error:
+                value = field_of(json.loads(text), how.text_field, name)
+            except RecursionError:
+                raise ConfigError(f"{name} (offset {offset}): nested too deep") from None
+            except json.JSONDecodeError as error:
                 raise ConfigError(f"{name} (offset {offset}): not JSON: {error}") from None
-            text = text_of(row, text_field, errors, name)
-        yield from row_pieces(text, read)
+            yield Row(name, value, read)
         offset += len(line) + 1
 
 
 def _lines(file: Path) -> Iterator[tuple[bytes, int]]:
     """(line without its newline, bytes read) of a file."""
     parts: list[bytes] = []  # of the line that is not complete; joined once, however long it gets
-    read = 0
+    read = size = number = 0
     for chunk, n in chunks(file):
         first, *others = chunk.split(b"\n")
         parts.append(first)
-        read += n
+        read, size = read + n, size + len(first)
         for other in others:
             yield b"".join(parts), read
-            parts, read = [other], 0
+            parts, read, size, number = [other], 0, len(other), number + 1
+        if size > LINE_BYTES:
+            raise _too_long(f"{file}, line {number + 1}")
     yield b"".join(parts), read
 
 
-def text_of(row: Any, text_field: str, errors: str, name: str) -> str:
-    """The text of one row; "" for null. Raises ConfigError if the field is missing or no text."""
-    if not isinstance(row, dict):
-        raise ConfigError(f"{name}: must be a JSON object with a field {text_field!r}")
-    check_field(text_field, row, name)
-    text = row[text_field]
-    if text is not None and not isinstance(text, str):
-        raise ConfigError(f"{name}: field {text_field!r} holds {type(text).__name__}, not text")
-    return without_surrogates(text or "", errors, name)
+def _too_long(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name}: longer than {LINE_BYTES >> 20} MB, the most that one row may have: split it into "
+        "several, or write its text to a file of its own"
+    )
+
+
+def json_values(file: Path, how: How) -> Iterator[Row]:
+    """The items of an array, or one value after the other. Takes time linear in the file.
+
+    The buffer is filled with at least as much again whenever a value does not end in it.
+    """
+    decoder, text = json.JSONDecoder(), decoded(chunks(file), file, how.errors)
+    buffer, at, number, in_array, read = "", 0, 0, False, 0
+    while True:
+        at = _BETWEEN.match(buffer, at).end()
+        mark = buffer[at : at + 1]
+        if mark == "[" and number == 0 and not in_array:
+            in_array, at = True, at + 1
+            continue
+        if mark == "]" and in_array:
+            return
+        name, value, end = f"{file}, item {number}", None, len(buffer)
+        problem = "the file ends before its array does" if in_array else ""
+        if mark:
+            try:
+                value, end = decoder.raw_decode(buffer, at)
+            except RecursionError:
+                raise ConfigError(f"{name}: nested too deep") from None
+            except json.JSONDecodeError as error:
+                problem = f"not JSON: {error.msg}"
+                if not _is_cut(error, len(buffer)):
+                    raise ConfigError(f"{name}: {problem}") from None
+        if end == len(buffer):  # it may go on
+            more, n = _as_much_again(text, len(buffer) - at)
+            if len(buffer) - at > LINE_BYTES:
+                raise _too_long(name)
+            buffer, at, read = buffer[at:] + more, 0, read + n
+            if more:
+                continue
+            if value is None:
+                if problem:
+                    raise ConfigError(f"{name}: {problem}")
+                return
+            end = len(buffer)
+        yield Row(name, field_of(value, how.text_field, name), read)
+        at, number, read = end, number + 1, 0
+
+
+_BETWEEN = re.compile(r"[\s,\ufeff]*")
+
+
+def _is_cut(error: json.JSONDecodeError, size: int) -> bool:
+    """Whether a value is not JSON only because the buffer ends in the middle of it."""
+    return error.msg.startswith("Unterminated string") or error.pos > size - 16
+
+
+def _as_much_again(text: Iterator[tuple[str, int]], size: int) -> tuple[str, int]:
+    parts: list[str] = []
+    found = read = 0
+    for part, n in text:
+        parts.append(part)
+        found, read = found + len(part), read + n
+        if found > size:
+            break
+    return "".join(parts), read
+
+
+def field_of(row: Any, text_field: str, name: str) -> Any:
+    """What one row holds in the field; a row that is a string or a list is taken whole."""
+    if isinstance(row, dict):
+        check_field(text_field, row, name)
+        return row[text_field]
+    if isinstance(row, (str, list)):
+        return row
+    raise ConfigError(f"{name}: must be a JSON object with a field {text_field!r}")
+
+
+def as_text(value: Any, how: How, name: str) -> str:
+    """The text of a row; "" for null. Raises ConfigError if it is not text."""
+    if value is not None and not isinstance(value, str):
+        what = f"field {how.text_field!r} holds"
+        raise ConfigError(f"{name}: {what} {type(value).__name__}, not text")
+    return without_surrogates(value or "", how.errors, name)
 
 
 def check_field(text_field: str, fields: Iterable[str], name: str) -> None:
@@ -115,32 +381,115 @@ def check_field(text_field: str, fields: Iterable[str], name: str) -> None:
     if text_field not in fields:
         there = ", ".join(map(repr, fields)) or "none"
         raise ConfigError(
-            f"{name}: has no field {text_field!r}, only {there}: choose one with --text_field"
+            f"{name}: has no field {text_field!r}, only {there}: choose one with --text_field, or "
+            "leave the file out"
         )
 
 
-def parquet_pieces(file: Path, text_field: str, errors: str) -> Iterator[Piece]:
-    """Each row is one document; rows are read a few at a time."""
-    pyarrow = pyarrow_for(file)
+# Tables
+
+
+def delimited_rows(file: Path, how: How) -> Iterator[Row]:
+    """Rows of a .csv or .tsv file, whose first line names the columns."""
+    read = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal read
+        rest = ""
+        for text, n in normalised(_text(file, how)):
+            *whole, rest = (rest + text).split("\n")
+            read += n
+            for line in whole:
+                yield line + "\n"
+            if len(rest) > LINE_BYTES:
+                raise _too_long(f"{file}, row {number}")
+        yield from [rest] if rest else []
+
+    csv.field_size_limit(LINE_BYTES)
+    number = 0
+    table = csv.reader(lines(), delimiter="\t" if kind_of(file) == "tsv" else ",", strict=True)
+    try:
+        header = next(table, None)
+        if header is None:
+            return
+        check_field(how.text_field, header, str(file))
+        for row in table:
+            number += 1
+            if not row:
+                continue  # a blank line
+            name = f"{file}, row {number} (line {table.line_num})"
+            if len(row) != len(header):
+                raise ConfigError(f"{name}: has {len(row)} columns, the first line {len(header)}")
+            yield Row(name, row[header.index(how.text_field)], read)
+            read = 0
+    except csv.Error as error:
+        raise ConfigError(f"{file}, line {table.line_num}: cannot be read: {error}") from None
+
+
+def parquet_rows(file: Path, how: How) -> Iterator[Row]:
+    """Rows of a .parquet file, read a few at a time."""
+    pyarrow_for(file)
     from pyarrow.parquet import ParquetFile
 
-    try:
+    def batches() -> Iterator[Any]:
         with ParquetFile(file) as table:
-            check_field(text_field, table.schema_arrow.names, str(file))
-            size, rows, done = file.stat().st_size, table.metadata.num_rows, 0
-            for batch in table.iter_batches(PARQUET_ROWS, columns=[text_field]):
-                for text in batch.column(0).to_pylist():
-                    name = f"{file}, row {done}"
-                    text = text_of({text_field: text}, text_field, errors, name)
-                    read = size * (done + 1) // rows - size * done // rows
-                    yield from row_pieces(text, read)
-                    done += 1
+            check_field(how.text_field, table.schema_arrow.names, str(file))
+            yield from table.iter_batches(TABLE_ROWS, columns=[how.text_field])
+
+    def n_rows() -> int:
+        with ParquetFile(file) as table:
+            return table.metadata.num_rows
+
+    return _columnar_rows(file, "parquet", batches, n_rows)
+
+
+def arrow_rows(file: Path, how: How) -> Iterator[Row]:
+    """Rows of an Arrow file, in its stream form (`datasets.save_to_disk`) or its file form."""
+    pyarrow = pyarrow_for(file)
+
+    def batches() -> Iterator[Any]:
+        with pyarrow.memory_map(str(file)) as stream:
+            is_file = stream.read(6) == b"ARROW1"
+            stream.seek(0)
+            opened = pyarrow.ipc.open_file(stream) if is_file else pyarrow.ipc.open_stream(stream)
+            with opened as table:
+                check_field(how.text_field, table.schema.names, str(file))
+                count = table.num_record_batches if is_file else None
+                some = map(table.get_batch, range(count)) if is_file else table
+                for batch in some:
+                    column = batch.select([how.text_field])
+                    for at in range(0, batch.num_rows, TABLE_ROWS):
+                        yield column.slice(at, TABLE_ROWS)
+
+    def n_rows() -> int:
+        return sum(batch.num_rows for batch in batches())
+
+    return _columnar_rows(file, "arrow", batches, n_rows)
+
+
+def _columnar_rows(
+    file: Path, kind: str, batches: Callable[[], Iterator[Any]], n_rows: Callable[[], int]
+) -> Iterator[Row]:
+    """Rows of batches of one column; each is said to take an equal share of the file."""
+    import pyarrow
+
+    try:
+        size, done = file.stat().st_size, 0
+        rows = n_rows()
+        for batch in batches():
+            for value in batch.column(0).to_pylist():
+                read = size * (done + 1) // rows - size * done // rows
+                yield Row(f"{file}, row {done}", value, read)
+                done += 1
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read as parquet: {error}") from None
+        raise ConfigError(f"{file}: cannot be read as {kind}: {error}") from None
 
 
-READERS: dict[str, Callable[[Path, str, str], Iterator[Piece]]] = {
-    "text": text_pieces,
-    "jsonl": jsonl_pieces,
-    "parquet": parquet_pieces,
+READERS: dict[str, Callable[[Path, How], Iterator[Row]]] = {
+    "jsonl": json_lines,
+    "values": json_values,
+    "csv": delimited_rows,
+    "tsv": delimited_rows,
+    "parquet": parquet_rows,
+    "arrow": arrow_rows,
 }

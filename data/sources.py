@@ -8,13 +8,24 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 
+from data.config import DataConfig
 from data.hub import hub_pieces, parse_hub
 from data.options import ConfigError
-from data.readers import COMPRESSED, READ_BYTES, file_pieces, kind_of
+from data.readers import (
+    CODE_SUFFIXES,
+    READ_BYTES,
+    STRUCTURED,
+    TEXT_SUFFIXES,
+    How,
+    file_pieces,
+    form_of,
+    kind_of,
+    suffix_of,
+)
 from data.text import Piece
 
 STDIN = "-"
@@ -22,63 +33,15 @@ STDIN = "-"
 STDLIB_LEFT_OUT = frozenset(
     ["site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"]
 )
-# What a folder is searched for; a file or glob that is named is read whatever its suffix.
-TEXT_SUFFIXES = frozenset(
-    [
-        ".txt",
-        ".md",
-        ".rst",
-        ".tex",
-        ".org",
-        ".csv",
-        ".tsv",
-        ".log",
-        ".srt",
-        ".html",
-        ".htm",
-        ".xml",
-        ".json",
-        ".yaml",
-        ".yml",
-        ".toml",
-        ".ini",
-        ".cfg",
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cu",
-        ".rs",
-        ".go",
-        ".java",
-        ".kt",
-        ".scala",
-        ".cs",
-        ".swift",
-        ".js",
-        ".jsx",
-        ".ts",
-        ".tsx",
-        ".css",
-        ".rb",
-        ".php",
-        ".pl",
-        ".lua",
-        ".r",
-        ".jl",
-        ".hs",
-        ".ml",
-        ".sh",
-        ".bash",
-        ".ps1",
-        ".sql",
-    ]
-)
 # A folder with these files is a run, or prepared data, and no text: it may lie in the source.
 OURS = ({"run.json", "metrics.jsonl"}, {"meta.json", "source.json"})
+SAVED_DATASET = ("dataset_info.json", "state.json", "dataset_dict.json")  # beside .arrow files
+ABOUT = re.compile(r"(README|LICEN[CS]E|COPYING)\b.*", re.IGNORECASE)
+SPLIT_WORDS = {
+    "train": "train",
+    "test": "test",
+    **dict.fromkeys(["val", "valid", "validation", "dev", "eval"], "val"),
+}
 PART = re.compile(r"(.+?)\*(\d+\.?\d*|\.\d+)(?:\+|$)")
 
 
@@ -89,14 +52,29 @@ class Source:
     spec: str
     root: Path
     files: tuple[Path, ...]
-    note: str = ""  # what was left out
+    notes: tuple[str, ...] = ()  # what was left out, and what names decided
+    val_files: frozenset[Path] = frozenset()  # of these files: named for the validation split
+    validates: bool = False  # all of it
 
-    def pieces(self, text_field: str, errors: str) -> Iterator[Piece]:
-        """Every document, in pieces. Raises ConfigError for damage, by file and byte offset."""
+    def pieces(self, how: How, read: Counter | None = None) -> Iterator[Piece]:
+        """Every document, in pieces. Raises ConfigError for damage, by file and byte offset.
+
+        read: counts files and documents by (form, suffix, what).
+        """
         if self.spec.startswith("hub:"):
-            yield from hub_pieces(self.spec, text_field, errors)
+            yield from hub_pieces(self.spec, how)
         for file in self.files:
-            yield from file_pieces(file, text_field, errors)
+            if kind_of(file) == "ids":
+                raise ConfigError(f"{file}: holds ids, not text")
+            form = form_of(file, how)
+            split = "val" if file in self.val_files else ""
+            documents = 0
+            for piece in file_pieces(file, how, form):
+                documents += piece.first
+                yield piece._replace(split=split) if split else piece
+            if read is not None:
+                read[form, suffix_of(file), "documents"] += documents
+                read[form, suffix_of(file), "files"] += 1
 
     @property
     def holds_ids(self) -> bool:
@@ -121,7 +99,7 @@ class Source:
             with file.open("rb") as stream:
                 while chunk := stream.read(READ_BYTES):
                     content.update(chunk)
-            total.update(f"{self.name_of(file)}\0{content.hexdigest()}\n".encode())
+            total.update(os.fsencode(f"{self.name_of(file)}\0{content.hexdigest()}\n"))
         return total.hexdigest()
 
     def name_of(self, file: Path) -> str:
@@ -129,7 +107,7 @@ class Source:
         return file.name if file == self.root else file.relative_to(self.root).as_posix()
 
 
-def parse_mixture(text: str) -> list[tuple[str, float]]:
+def parse_mixture(text: str, option: str = "data.source") -> list[tuple[str, float]]:
     """(source, weight) of each part of `A*0.7+B*0.3`; one part with weight 1 for a plain source.
 
     Weights sum to 1. Raises ConfigError for a weight of 0.
@@ -140,18 +118,59 @@ def parse_mixture(text: str) -> list[tuple[str, float]]:
         return [(text, 1.0)]
     weights = [float(match[2]) for match in found]
     if min(weights) == 0:
-        raise ConfigError(f"data.source={text}: a weight is 0: leave that source out")
+        raise ConfigError(f"{option}={text}: a weight is 0: leave that source out")
     return [(m[1], weight / sum(weights)) for m, weight in zip(found, weights, strict=True)]
 
 
-def open_source(spec: str, stdin_file: Path | None = None) -> Source:
+def open_sources(config: DataConfig, stdin_file: Path | None = None) -> list[Source]:
+    """The sources of `config.source`, in order, then those of `config.val_source`, which only
+    validate. Raises ConfigError as `open_source` does."""
+    found = [open_source(spec, stdin_file) for spec, _ in parse_mixture(config.source)]
+    if not config.val_source:
+        return found
+    option = "data.val_source"
+    specs = [spec for spec, _ in parse_mixture(config.val_source, option)]
+    if STDIN in specs and STDIN in [source.spec for source in found]:
+        raise ConfigError("data.val_source=-: standard input is data.source already: name a file")
+    validating = [_validating(open_source(spec, stdin_file, option)) for spec in specs]
+    taken = {file.resolve() for source in validating for file in source.files}
+    return [_without(source, taken) for source in found] + validating
+
+
+def _validating(source: Source) -> Source:
+    """The same source as validation text: of named splits, the validation split alone."""
+    files = tuple(file for file in source.files if file in source.val_files) or source.files
+    notes = [note for note in source.notes if not note.startswith("validation split")]
+    if len(files) < len(source.files):
+        notes.append(f"{len(source.files) - len(files)} files for training left out")
+    notes.append("validates; data.split, data.val_fraction and names of files decide nothing")
+    return replace(source, files=files, notes=tuple(notes), val_files=frozenset(), validates=True)
+
+
+def _without(source: Source, taken: set[Path]) -> Source:
+    """A training source without what validates, be it taken by `data.val_source` or so named."""
+    left_out = {f for f in source.files if f in source.val_files or f.resolve() in taken}
+    if not left_out:
+        return source
+    files = tuple(file for file in source.files if file not in left_out)
+    if not files:
+        raise ConfigError(
+            f"data.val_source: holds all files of data.source={source.spec}: nothing is left to "
+            "train on"
+        )
+    notes = [note for note in source.notes if not note.startswith("validation split")]
+    notes.append(f"not trained on, because data.val_source validates: {_some(source, left_out)}")
+    return replace(source, files=files, notes=tuple(notes), val_files=frozenset())
+
+
+def open_source(spec: str, stdin_file: Path | None = None, option: str = "data.source") -> Source:
     """The source of a name. Raises ConfigError if there is nothing to read, or it is a mix-up."""
     if spec.startswith("hub:"):
         parse_hub(spec)
         return Source(spec, Path(), ())
     if spec == STDIN:
         if stdin_file is None:
-            raise ConfigError("data.source=-: standard input can be read only once: prepare it")
+            raise ConfigError(f"{option}=-: standard input can be read only once: prepare it")
         return Source(spec, stdin_file, (stdin_file,))
     if spec == "stdlib":
         return _stdlib()
@@ -159,25 +178,24 @@ def open_source(spec: str, stdin_file: Path | None = None) -> Source:
     if path.is_file():
         source = Source(spec, path, (path,))
     elif path.is_dir():
-        source = _folder(spec, path)
+        source = _named_splits(_folder(spec, path))
     else:
-        matches = sorted(glob.glob(str(path), recursive=True))
-        files = tuple(p for p in map(Path, matches) if p.is_file())
-        source = Source(spec, Path(path.anchor), files)
+        source = _named_splits(_glob(spec, path))
     if not source.files:
-        raise ConfigError(f"data.source={spec}: {_why_nothing(spec, path, source.note)}")
+        raise ConfigError(f"{option}={spec}: {_why_nothing(spec, path, source.notes)}")
     kinds = {kind_of(file) for file in source.files}
     if "ids" in kinds and len(kinds) > 1:
-        raise ConfigError(f"data.source={spec}: mixes .bin files of ids with text: name one kind")
+        raise ConfigError(f"{option}={spec}: mixes .bin files of ids with text: name one kind")
     return source
 
 
-def _why_nothing(spec: str, path: Path, note: str) -> str:
+def _why_nothing(spec: str, path: Path, notes: tuple[str, ...]) -> str:
     """Why there is no file to read."""
     if path.is_dir():
-        return f"the folder holds nothing to read ({note or 'no file at all'})"
+        return f"the folder holds nothing to read ({'; '.join(notes) or 'no file at all'})"
     why = "no file matches" if glob.has_magic(spec) else "no such file or folder"
-    if "+" in spec:
+    several = [absolute(part).exists() for part in re.split(r"\+", spec)]
+    if re.search(r"\*[\d.]+(\+|$)", spec) or (len(several) > 1 and all(several)):
         why += "; each part of a mixture needs a weight above 0, such as A*0.7+B*0.3"
     return why
 
@@ -196,28 +214,161 @@ def _stdlib() -> Source:
     return Source("stdlib", root, _sorted(files, root))
 
 
+def _glob(spec: str, path: Path) -> Source:
+    """What a pattern matches. A part of it that is there as it is spelled is no pattern: `w[1]`."""
+    base, *rest = path.parts
+    while rest and os.path.lexists(os.path.join(base, rest[0])):
+        base = os.path.join(base, rest.pop(0))
+    if not rest:
+        return Source(spec, Path(base), ())
+    pattern = os.path.join(*rest)
+    found = glob.glob(os.path.join(glob.escape(base), pattern), recursive=True)
+    if not found:
+        spelled = pattern.replace("[", "[[]")
+        found = glob.glob(os.path.join(glob.escape(base), spelled), recursive=True)
+    return Source(spec, Path(base), tuple(p for p in map(Path, sorted(found)) if p.is_file()))
+
+
+# Folders
+
+
 def _folder(spec: str, root: Path) -> Source:
-    found, ours = [], 0
-    for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if not name.startswith(".")]
-        if any(mark.issubset(names) for mark in OURS):
-            inside[:], ours = [], ours + 1
+    found, notes = _walk(root)
+    known = STRUCTURED.keys() | TEXT_SUFFIXES | CODE_SUFFIXES
+    kept = [file for file in found if suffix_of(file) in known]
+    left_out = Counter(suffix_of(f) or "no suffix" for f in set(found) - set(kept))
+    if left_out:
+        kinds = ", ".join(f"{n} x {suffix}" for suffix, n in left_out.most_common(5))
+        notes.append(f"{left_out.total()} files of other kinds left out: {kinds}")
+    about = _about_the_data(kept)
+    source = Source(spec, root, _sorted([file for file in kept if file not in about], root))
+    if about:
+        notes.append(f"about the data, left out: {_some(source, about)}")
+    return replace(source, notes=tuple(notes))
+
+
+def _walk(root: Path) -> tuple[list[Path], list[str]]:
+    """All files that are not hidden, in linked folders too, each once; notes on what is not read.
+
+    Folders come before links, so that a file has the name that it has without them.
+    """
+    found: list[Path] = []
+    count: Counter[str] = Counter()
+    ids = {_id(folder) for folder in (root.resolve(), *root.resolve().parents)}
+    links = [root]
+    while links:
+        top = links.pop(0)
+        if top != root and _id(top) in ids:
+            count["links to folders that are read anyway"] += 1
             continue
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    found = [file for file in found if file.is_file()]
-    kept = [f for f in found if kind_of(f) != "text" or _text_suffix(f) in TEXT_SUFFIXES]
-    left_out = Counter(_text_suffix(f) or "no suffix" for f in set(found) - set(kept))
-    kinds = ", ".join(f"{n} x {suffix}" for suffix, n in left_out.most_common(5))
-    notes = [f"{left_out.total()} files of other kinds left out: {kinds}"] if left_out else []
-    notes += [f"{ours} folders of runs or prepared data left out"] if ours else []
-    return Source(spec, root, _sorted(kept, root), "; ".join(notes))
+        for folder, inside, names in os.walk(top, onerror=lambda _: count.update([UNREADABLE])):
+            ids.add(_id(Path(folder)))
+            if any(mark.issubset(names) for mark in OURS):
+                inside[:], names = [], []
+                count["folders of runs or prepared data"] += 1
+            paths = sorted(Path(folder, name) for name in inside if not name.startswith("."))
+            links += [path for path in paths if path.is_symlink()]
+            inside[:] = [p.name for p in paths if not p.is_symlink() and _id(p) not in ids]
+            found += [Path(folder, name) for name in names if not name.startswith(".")]
+    files = [file for file in found if file.is_file()]
+    targets = {file.resolve() for file in files if not file.is_symlink() and suffix_of(file)}
+    kept: list[Path] = []
+    for file in sorted(files, key=lambda file: (file.is_symlink(), file)):
+        if file.is_symlink():
+            if file.resolve() in targets:
+                count["links to files that are read anyway"] += 1
+                continue
+            targets.add(file.resolve())
+        kept.append(file)
+    broken = [file for file in found if not file.exists()]
+    count["links that lead nowhere"] += len(broken)
+    count["files that are neither regular nor links"] += len(found) - len(files) - len(broken)
+    return kept, [f"{n} {what} left out" for what, n in count.items() if n]
 
 
-def _text_suffix(file: Path) -> str:
-    name = Path(file.stem) if file.suffix.lower() in COMPRESSED else file
-    return name.suffix.lower()
+UNREADABLE = "folders that cannot be read"
 
 
-def _sorted(files: list[Path], root: Path) -> tuple[Path, ...]:
+def _id(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino
+
+
+def _about_the_data(files: list[Path]) -> set[Path]:
+    """Cards and licences that have data beside or below them, and what `datasets` notes."""
+    data = {f for f in files if suffix_of(f) in {*STRUCTURED, ".txt"} and not ABOUT.match(f.name)}
+    data -= {file for file in files if file.name in SAVED_DATASET}
+    above = {folder for file in data for folder in file.parents}
+    about = {f for f in files if f.parent in above and ABOUT.match(f.name)}
+    about = {f for f in about if suffix_of(f) in TEXT_SUFFIXES}
+    saved = {file.parent for file in data if suffix_of(file) == ".arrow"}
+    saved |= {folder.parent for folder in saved}
+    about |= {file for file in files if file.name in SAVED_DATASET and file.parent in saved}
+    return about | {f for f in data if suffix_of(f) == ".arrow" and f.name.startswith("cache-")}
+
+
+def _sorted(files: Iterable[Path], root: Path) -> tuple[Path, ...]:
     # By the name's characters, so that the order is the same on every platform.
     return tuple(sorted(files, key=lambda file: file.relative_to(root).as_posix()))
+
+
+def _some(source: Source, files: Iterable[Path]) -> str:
+    names = [source.name_of(file) for file in _sorted(files, source.root)]
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+# Splits by name
+
+
+def named_split(name: PurePath) -> str:
+    """The split that a file within a source is named for: train, val or test; "" for none.
+
+    Whole words count alone. A name that is such a word goes before one that holds it, then the file
+    before its folder; of several words in a name test goes before val before train. What a program
+    is called says nothing.
+    """
+    names = [part.lower() for part in reversed(name.parts)]
+    names = names[1:] if name.suffix.lower() in CODE_SUFFIXES else names
+    for part in names:
+        if part.partition(".")[0] in SPLIT_WORDS:
+            return SPLIT_WORDS[part.partition(".")[0]]
+    for part in names:
+        found = {SPLIT_WORDS.get(word) for word in re.findall("[a-z]+", part)} - {None}
+        if found:
+            return next(split for split in ("test", "val", "train") if split in found)
+    return ""
+
+
+def _named_splits(source: Source) -> Source:
+    """The source without its test split, and with its validation split marked."""
+    splits = {file: named_split(PurePath(source.name_of(file))) for file in source.files}
+    test = {file for file, split in splits.items() if split == "test"}
+    if len(test) == len(source.files):
+        return source  # nothing but that: the word says something else
+    files = tuple(file for file in source.files if file not in test)
+    notes = list(source.notes)
+    if test:
+        notes.append(f"test split left out, by name: {_some(source, test)}")
+    val = frozenset(file for file, split in splits.items() if split == "val")
+    if val and len(val) < len(files):
+        notes.append(f"validation split, by name: {_some(source, val)}")
+    else:
+        val = frozenset()
+    return replace(source, files=files, notes=tuple(notes), val_files=val)
+
+
+def what_was_read(read: Counter) -> list[str]:
+    """Lines such as "60 documents from 1 .json file (JSON lines)", by kind."""
+    names = {"jsonl": "JSON lines", "values": "JSON values", "text": "plain text"}
+    lines = []
+    for form, suffix in sorted({key[:2] for key in read}):
+        documents, files = read[form, suffix, "documents"], read[form, suffix, "files"]
+        name = names.get(form, form)
+        if form == "text" and suffix == ".json":
+            name += ": neither JSON lines nor an array of texts"
+        kind = f"{suffix} file" if suffix else "file"
+        lines.append(
+            f"{documents:,} document{'s' * (documents != 1)} from {files:,} "
+            f"{kind}{'s' * (files != 1)} ({name})"
+        )
+    return lines

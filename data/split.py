@@ -2,7 +2,8 @@
 
 `tail`: the last val_fraction of the characters. `document`: whole documents by a hash of their
 text, so that adding files never moves a document between splits. `auto`: the tail for fewer than
-20 documents, or where the hash would leave a split empty; else by document.
+20 documents, or where the hash would leave a split empty; else by document. `files`: as the names of
+files and folders say. `none`: everything trains. `only`: everything validates.
 """
 
 from __future__ import annotations
@@ -37,14 +38,21 @@ class Split:
 
     def parts(self, pieces: Iterable[Piece]) -> Iterator[Part]:
         """The same text, each part with its split."""
-        return self._by_tail(pieces) if self.mode == "tail" else self._by_document(pieces)
+        if self.mode == "tail":
+            return self._by_tail(pieces)
+        return self._by_document(pieces) if self.mode == "document" else self._as_named(pieces)
+
+    def _as_named(self, pieces: Iterable[Piece]) -> Iterator[Part]:
+        every = {"none": "train", "only": "val"}.get(self.mode)
+        for piece in pieces:
+            yield Part(every or piece.split or "train", *piece[:4])
 
     def _by_document(self, pieces: Iterable[Piece]) -> Iterator[Part]:
         split = "train"
         for piece in pieces:
             if piece.first:
                 split = split_of(piece.text, self.val_fraction)
-            yield Part(split, *piece)
+            yield Part(split, *piece[:4])
 
     def _by_tail(self, pieces: Iterable[Piece]) -> Iterator[Part]:
         left = self.train_characters
@@ -74,6 +82,8 @@ def is_chosen(text: str, share: float, purpose: bytes) -> bool:
 
 def resolve_split(mode: str, val_fraction: float, pieces: Iterable[Piece]) -> Split:
     """The split of one source, from its pieces; only the tail needs to see them all."""
+    if val_fraction == 0:
+        return Split("none", 0)
     if mode == "document":
         return Split(mode, val_fraction)
     characters, documents, splits = 0, 0, set()
