@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial as bind
@@ -18,6 +19,7 @@ from data.options import ConfigError
 from data.plan import Plan, Say, make_tokenizer
 from data.pretokenized import encoded_ids
 from data.record import SOURCE_FILE
+from data.sources import what_was_read
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.writer import ShardWriter
 
@@ -74,8 +76,11 @@ def build(
             if done.complete[number]:
                 bar.update(plan.sources[number].size)
                 continue
-            results = _encoded(plan, number, tokenizer, dtype, partial, done.tasks[number], bar)
+            skip, read = done.tasks[number], Counter()
+            results = _encoded(plan, number, tokenizer, dtype, partial, skip, bar, read)
             _write_shards(partial, number, results, done, dtype, shard_bytes)
+            for line in what_was_read(read):
+                say(f"{plan.sources[number].spec}: {line}")
         if bar.total:
             bar.update(bar.total - bar.n)
     meta = Meta(
@@ -115,14 +120,15 @@ def _encoded(
     folder: Path,
     skip: int,
     bar: Any,
+    read: Counter,
 ) -> Iterator[Encoded]:
-    """The ids of one source, task by task, without the first `skip` tasks."""
+    """The ids of one source, task by task, without the first `skip` tasks; `read` counts."""
     source, split = plan.sources[number], plan.splits[number]
     if source.holds_ids:
-        ids = encoded_ids(source, tokenizer, dtype, plan.config.val_fraction)
+        ids = encoded_ids(source, split, tokenizer, dtype)
         results: Iterator[Encoded] = islice(ids, skip, None)
     else:
-        tasks = grouped(split.parts(plan.pieces(source)))
+        tasks = grouped(split.parts(plan.pieces(source, read)))
         for _ in range(skip):
             bar.update(sum(part.read for part in next(tasks)))
         encode = bind(encode_task, folder / "tokenizer", dtype)

@@ -26,8 +26,8 @@ class DataConfig:
 
     source: Annotated[
         str,
-        "stdlib, a file, folder or glob (text, .jsonl, .parquet, .bin), hub:OWNER/NAME[/SUBSET]"
-        "[@SPLIT], - (standard input), or a mixture A*0.7+B*0.3",
+        "stdlib, a file, folder or glob (text, .json, .csv, .parquet, .bin ...), "
+        "hub:OWNER/NAME[/SUBSET][@SPLIT], - (standard input), or a mixture A*0.7+B*0.3",
         "fixed",
     ] = "stdlib"
     tokenizer: Annotated[
@@ -35,13 +35,13 @@ class DataConfig:
     ] = "bpe:4096"
     split: Annotated[
         Literal["auto", "tail", "document"],
-        "validation text: the tail of the text, or whole documents by hash",
+        "validation text: files named for it (auto), the tail, or whole documents by hash",
         "fixed",
     ] = "auto"
     val_fraction: Annotated[float, "share of the text that validates", "fixed"] = 0.05
-    text_field: Annotated[str, "field that holds the text (.jsonl, .parquet, hub)", "fixed"] = (
-        "text"
-    )
+    text_field: Annotated[
+        str, "field or column that holds the text (JSON, .csv, .parquet, .arrow, hub)", "fixed"
+    ] = "text"
     errors: Annotated[
         Literal["strict", "replace"], "what to do with bytes that are no UTF-8", "fixed"
     ] = "strict"

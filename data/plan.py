@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import numpy as np
 from data.bpe import train_bpe
 from data.config import DataConfig
 from data.options import ConfigError
+from data.readers import How, form_of
 from data.sources import Source
 from data.split import Split, is_chosen, resolve_split
 from data.text import Piece
@@ -30,9 +32,14 @@ class Plan:
     splits: list[Split]
     tokenizer: Tokenizer | None  # one that is not made from the text
 
-    def pieces(self, source: Source) -> Iterator[Piece]:
-        """The documents of one source."""
-        return source.pieces(self.config.text_field, self.config.errors)
+    def pieces(self, source: Source, read: Counter | None = None) -> Iterator[Piece]:
+        """The documents of one source; `read` counts them."""
+        return source.pieces(how_to_read(self.config), read)
+
+
+def how_to_read(config: DataConfig) -> How:
+    """The options that decide which text the files hold."""
+    return How(config.text_field, config.errors)
 
 
 def make_plan(
@@ -42,16 +49,34 @@ def make_plan(
     tokenizer: Tokenizer | None = None,
 ) -> Plan:
     """Decide how each source is split. Raises ConfigError for a source that holds no text."""
+    how = how_to_read(config)
+    _check_applies(how, sources)
     splits = []
     for source in sources:
         if source.holds_ids:
             splits.append(_split_of_ids(config, source, tokenizer))
             continue
-        if next(source.pieces(config.text_field, config.errors), None) is None:
+        if next(source.pieces(how), None) is None:
             raise ConfigError(f"data.source={source.spec} holds no text, or white space alone")
-        pieces = source.pieces(config.text_field, config.errors)
-        splits.append(resolve_split(config.split, config.val_fraction, pieces))
+        if source.val_files and config.split == "auto":
+            splits.append(Split("files", config.val_fraction))
+        else:
+            splits.append(resolve_split(config.split, config.val_fraction, source.pieces(how)))
     return Plan(config, sources, weights, splits, tokenizer)
+
+
+def _check_applies(how: How, sources: list[Source]) -> None:
+    """Raise ConfigError for an option that no file of the sources can obey."""
+    if how.text_field == How().text_field:
+        return
+    files = (file for source in sources for file in source.files)
+    if any(not source.files for source in sources):
+        return  # a hub's rows have fields
+    if all(form_of(file, how) in ("text", "ids") for file in files):
+        raise ConfigError(
+            f"data.text_field={how.text_field}: no file of the source has fields, they are read as "
+            "plain text or ids; JSON lines, JSON arrays, .csv, .tsv, .parquet and .arrow have them"
+        )
 
 
 def _split_of_ids(config: DataConfig, source: Source, tokenizer: Tokenizer | None) -> Split:
@@ -60,7 +85,8 @@ def _split_of_ids(config: DataConfig, source: Source, tokenizer: Tokenizer | Non
             f"data.source={source.spec} holds ids, not text: name the tokenizer that made them "
             f"(--tokenizer={config.tokenizer} is made from text), and use --split=auto or tail"
         )
-    return Split("files", config.val_fraction)
+    by_name = source.val_files and config.split == "auto"
+    return Split("files" if by_name else "tail", config.val_fraction)
 
 
 def make_tokenizer(plan: Plan, say: Say, sample_bytes: int = SAMPLE_BYTES) -> Tokenizer:

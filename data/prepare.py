@@ -148,8 +148,8 @@ def _prepare(
         name = "standard input" if config.source == STDIN else config.source
         say(f"{name} has changed since it was prepared: preparing it anew")
     for source in sources:
-        if source.note:
-            say(f"{source.spec}: {source.note}")
+        for note in source.notes:
+            say(f"{source.spec}: {note}")
     plan = make_plan(config, sources, weights, tokenizer)
     say(f"prepared {folder}: {summary(build(plan, record, folder, say, progress, shard_bytes))}")
 

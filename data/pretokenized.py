@@ -11,6 +11,7 @@ import numpy as np
 from data.encode import Encoded, Ids
 from data.options import ConfigError
 from data.sources import Source
+from data.split import Split
 from data.vocabulary import Tokenizer
 
 HEADER_BYTES = 1024
@@ -48,19 +49,19 @@ def look_at(path: Path, vocab_size: int) -> IdsFile:
 
 
 def encoded_ids(
-    source: Source, tokenizer: Tokenizer, dtype: str, val_fraction: float
+    source: Source, split: Split, tokenizer: Tokenizer, dtype: str
 ) -> Iterator[Encoded]:
-    """The ids of a source's files, split by the files' names (train, val) or else by the tail."""
+    """The ids of a source's files, split by the files' names or else by the tail."""
     files = [look_at(path, tokenizer.vocab_size) for path in source.files]
-    by_name = any("val" in file.path.stem for file in files)
+    by_name = split.mode == "files"
     left = sum(file.n_ids for file in files)
-    left = left if by_name else int(left * (1 - val_fraction))
+    left = left if by_name else int(left * (1 - split.val_fraction))
     begun: set[str] = set()
     for file in files:
         read = file.offset
         for ids in _chunks(file, tokenizer.vocab_size):
             if by_name:
-                found = {"val" if "val" in file.path.stem else "train": ids}
+                found = {"val" if file.path in source.val_files else "train": ids}
             else:
                 found = {"train": ids[:left], "val": ids[left:]}
                 left -= len(found["train"])

@@ -23,8 +23,9 @@ def preview(config: DataConfig, say: Say = print) -> None:
     plan = make_plan(config, sources, [weight for _, weight in parts], ready)
     for source, split, weight in zip(sources, plan.splits, plan.weights, strict=True):
         size = f"{len(source.files):,} files, {source.size / 1e6:,.1f} MB, " if source.files else ""
-        note = f" ({source.note})" if source.note else ""
-        say(f"source {source.spec}: {size}weight {weight:.3g}, split: {split.mode}{note}")
+        say(f"source {source.spec}: {size}weight {weight:.3g}, split: {split.mode}")
+        for note in source.notes:
+            say(f"{source.spec}: {note}")
     if not any(source.holds_ids for source in sources):
         _try(plan, ready or make_tokenizer(plan, say, TRIAL_BYTES), say)
 

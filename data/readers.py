@@ -35,13 +35,12 @@ LINE_BYTES = 64 << 20  # of one row: what is longer would fill the memory, even 
 TABLE_ROWS = 1000
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # What a folder is searched for, beside STRUCTURED; a file or glob that is named is always read.
-TEXT_SUFFIXES = frozenset(
-    ".txt .md .rst .tex .org .log .srt .html .htm .xml .yaml .yml .toml .ini .cfg".split()
-)
-CODE_SUFFIXES = frozenset(
+TEXT = ".txt .md .rst .tex .org .log .srt .html .htm .xml .yaml .yml .toml .ini .cfg"
+CODE = (
     ".py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .scala .cs .swift .js .jsx .ts .tsx .css "
-    ".rb .php .pl .lua .r .jl .hs .ml .sh .bash .ps1 .sql".split()
+    ".rb .php .pl .lua .r .jl .hs .ml .sh .bash .ps1 .sql"
 )
+TEXT_SUFFIXES, CODE_SUFFIXES = frozenset(TEXT.split()), frozenset(CODE.split())
 STRUCTURED = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -114,16 +113,22 @@ def form_of(file: Path, how: How) -> str:
     if head[:1] == b"{" and whole and isinstance(_json_or_none(head), dict):
         return "jsonl"
     try:
-        value = next(json_values(file, how), Row("", None, 0)).value
+        value = next(_json_items(file, how), Row("", None, 0)).value
     except ConfigError:
         return "text"
-    if head[:1] == b"[" and isinstance(value, (dict, str, list)):
-        return "values"
+    if head[:1] == b"[":
+        return "values" if isinstance(value, (dict, str, list)) else "text"
     return "values" if isinstance(value, dict) and how.text_field in value else "text"
 
 
+def looks_like_lines(file: Path) -> bool:
+    """Whether a file begins as JSON lines do, whatever it is called."""
+    head, whole = _first_line(file)
+    return whole and head[:1] == b"{" and isinstance(_json_or_none(head), dict)
+
+
 def _first_line(file: Path) -> tuple[bytes, bool]:
-    """The first line that is not blank, as far as it may hold an object, and whether it is whole."""
+    """The first line that is not blank, as far as it may be an object; whether that is all."""
     parts: list[bytes] = []
     size = 0
     for chunk, _ in chunks(file):
@@ -298,7 +303,13 @@ def _too_long(name: str) -> ConfigError:
 
 
 def json_values(file: Path, how: How) -> Iterator[Row]:
-    """The items of an array, or one value after the other. Takes time linear in the file.
+    """The items of an array, or one value after the other, each a row."""
+    for name, value, read in _json_items(file, how):
+        yield Row(name, field_of(value, how.text_field, name), read)
+
+
+def _json_items(file: Path, how: How) -> Iterator[Row]:
+    """The values as they are. Takes time linear in the file.
 
     The buffer is filled with at least as much again whenever a value does not end in it.
     """
@@ -335,7 +346,7 @@ def json_values(file: Path, how: How) -> Iterator[Row]:
                     raise ConfigError(f"{name}: {problem}")
                 return
             end = len(buffer)
-        yield Row(name, field_of(value, how.text_field, name), read)
+        yield Row(name, value, read)
         at, number, read = end, number + 1, 0
 
 

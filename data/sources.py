@@ -24,6 +24,7 @@ from data.readers import (
     file_pieces,
     form_of,
     kind_of,
+    looks_like_lines,
     suffix_of,
 )
 from data.text import Piece
@@ -59,7 +60,7 @@ class Source:
     def pieces(self, how: How, read: Counter | None = None) -> Iterator[Piece]:
         """Every document, in pieces. Raises ConfigError for damage, by file and byte offset.
 
-        read: counts files and documents by (form, suffix, what).
+        read: counts files and documents by (form, suffix, what), for `what_was_read`.
         """
         if self.spec.startswith("hub:"):
             yield from hub_pieces(self.spec, how)
@@ -75,6 +76,8 @@ class Source:
             if read is not None:
                 read[form, suffix_of(file), "documents"] += documents
                 read[form, suffix_of(file), "files"] += 1
+                like_lines = kind_of(file) == "text" and looks_like_lines(file)
+                read[form, suffix_of(file), "like lines"] += like_lines
 
     @property
     def holds_ids(self) -> bool:
@@ -358,15 +361,21 @@ def _named_splits(source: Source) -> Source:
 
 
 def what_was_read(read: Counter) -> list[str]:
-    """Lines such as "60 documents from 1 .json file (JSON lines)", by kind."""
+    """Lines such as "60 documents from 1 .json file (JSON lines)"; none for plain text alone."""
     names = {"jsonl": "JSON lines", "values": "JSON values", "text": "plain text"}
+    kinds = sorted({key[:2] for key in read})
     lines = []
-    for form, suffix in sorted({key[:2] for key in read}):
-        documents, files = read[form, suffix, "documents"], read[form, suffix, "files"]
-        name = names.get(form, form)
-        if form == "text" and suffix == ".json":
+    for form, suffix in kinds:
+        documents, files, odd = (
+            read[form, suffix, what] for what in ("documents", "files", "like lines")
+        )
+        kind, name = f"{suffix} file" if suffix else "file", names.get(form, form)
+        if odd:
+            name += f"; {odd} of them begin as JSON lines do: name them .jsonl to read the fields"
+        elif form == "text" and suffix == ".json":
             name += ": neither JSON lines nor an array of texts"
-        kind = f"{suffix} file" if suffix else "file"
+        elif kinds == [("text", suffix)]:
+            return []
         lines.append(
             f"{documents:,} document{'s' * (documents != 1)} from {files:,} "
             f"{kind}{'s' * (files != 1)} ({name})"

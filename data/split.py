@@ -2,8 +2,8 @@
 
 `tail`: the last val_fraction of the characters. `document`: whole documents by a hash of their
 text, so that adding files never moves a document between splits. `auto`: the tail for fewer than
-20 documents, or where the hash would leave a split empty; else by document. `files`: as the names of
-files and folders say. `none`: everything trains. `only`: everything validates.
+20 documents, or where the hash would leave a split empty; else by document. `files`: as the names
+of files and folders say. `none`: everything trains. `only`: everything validates.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 import time
 import types
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pyarrow
 import pyarrow.parquet
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 
 from data import readers, text
 from data.options import ConfigError
-from data.sources import open_source, parse_mixture
+from data.readers import How
+from data.sources import named_split, open_source, parse_mixture
 from data.split import FEW_DOCUMENTS, resolve_split, split_of
 from data.text import PIECE_BYTES, Piece, cut, decoded, document_pieces
 
@@ -32,10 +34,10 @@ def write(path: Path, content: bytes | str) -> Path:
     return path
 
 
-def documents(spec: object, text_field: str = "text", errors: str = "strict") -> list[str]:
-    """The documents of a source, joined from their pieces."""
+def documents(spec: object, *options: str, **named: str) -> list[str]:
+    """The documents of a source, joined from their pieces; the options are those of `How`."""
     found: list[str] = []
-    for piece in open_source(str(spec)).pieces(text_field, errors):
+    for piece in open_source(str(spec)).pieces(How(*options, **named)):
         if piece.first:
             found.append("")
         found[-1] += piece.text
@@ -68,8 +70,8 @@ def test_a_text_is_the_same_however_it_was_written(tmp_path, content):
     assert documents(write(tmp_path / "a.jsonl", as_json)) == ["one\ntwo\n\nthree"]
 
 
-def test_a_mark_inside_a_text_nul_bytes_and_a_missing_newline_stay(tmp_path):
-    content = "a\ufeffb\x00c\x0cd\u2028e"
+def test_a_mark_inside_a_text_and_a_missing_newline_stay(tmp_path):
+    content = "a\ufeffb\x0cd\u2028e"
     assert documents(write(tmp_path / "a.txt", content)) == [content]
 
 
@@ -116,8 +118,8 @@ def test_latin_1_is_refused_by_file_and_offset_with_a_way_on(tmp_path, at, bad):
 def test_the_platforms_encoding_does_not_matter(tmp_path):
     write(tmp_path / "é.txt", "naïve 🙂\n")
     code = (
-        "import sys; from data.sources import open_source\n"
-        f"pieces = open_source({str(tmp_path)!r}).pieces('text', 'strict')\n"
+        "from data.readers import How; from data.sources import open_source\n"
+        f"pieces = open_source({str(tmp_path)!r}).pieces(How())\n"
         "assert [p.text for p in pieces] == ['na\\u00efve \\U0001f642\\n']"
     )
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PATH": ""}
@@ -175,7 +177,7 @@ def test_a_folder_is_read_in_the_order_of_its_names_without_what_is_no_text(tmp_
     write(tmp_path / "image.png", b"\x89PNG\xff")
     write(tmp_path / ".git" / "config.txt", "hidden")
     assert documents(tmp_path) == ["first", "second", "third", "fourth"]
-    assert "1 x .png" in open_source(str(tmp_path)).note
+    assert "1 x .png" in open_source(str(tmp_path)).notes[0]
 
 
 def test_runs_and_prepared_data_within_a_folder_are_no_text(tmp_path):
@@ -187,7 +189,7 @@ def test_runs_and_prepared_data_within_a_folder_are_no_text(tmp_path):
         write(tmp_path / "data/prepared/x" / name, '{"text": "prepared"}')
     write(tmp_path / "out/notes.txt", "notes")
     assert documents(tmp_path) == ["mine", "notes"]
-    assert open_source(str(tmp_path)).note == "2 folders of runs or prepared data left out"
+    assert open_source(str(tmp_path)).notes == ("2 folders of runs or prepared data left out",)
 
 
 def test_a_glob_names_exactly_what_is_read(tmp_path):
@@ -235,7 +237,7 @@ def test_compressed_lines_are_those_that_were_compressed(tmp_path, monkeypatch):
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
         assert documents(tmp_path / name, "body") == [row["body"] for row in rows]
         source = open_source(str(tmp_path / name))
-        assert sum(p.read for p in source.pieces("body", "strict")) == source.size
+        assert sum(p.read for p in source.pieces(How("body"))) == source.size
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
@@ -249,7 +251,8 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     [
         (b'{"text": "cut sho', "line 3 (offset 32): not JSON"),
         (b"plain text", "line 3 (offset 32): not JSON"),
-        (b'["list"]', "line 3: must be a JSON object"),
+        (b'["list"]', "line 3: field 'text' holds list, not text"),
+        (b"7", "line 3: must be a JSON object"),
         (b'{"body": "x", "id": 1}', "line 3: has no field 'text', only 'body', 'id'"),
         (b'{"text": 5}', "line 3: field 'text' holds int"),
         (b'{"text": "\xe9"}', "byte 0xe9 at offset 43 "),
@@ -296,7 +299,7 @@ def test_parquet_rows_are_documents(tmp_path):
     file = parquet(tmp_path / "a.parquet", {"text": texts, "n": list(range(3000))})
     assert documents(file) == [t.replace("\r\n", "\n") for t in texts if t]
     source = open_source(str(file))
-    read = sum(p.read for p in source.pieces("text", "strict"))
+    read = sum(p.read for p in source.pieces(How()))
     assert 0.9 * source.size < read <= source.size  # rows of null are no piece
 
 
@@ -306,6 +309,154 @@ def test_parquet_that_is_none_or_has_another_field_is_refused(tmp_path):
     assert "not text" in refusal(file, text_field="n")
     cut_short = write(tmp_path / "b.parquet", file.read_bytes()[:-7])
     assert f"{cut_short}: cannot be read as parquet" in refusal(cut_short)
+
+
+# What names of files and folders decide
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train.txt", "train"),
+        ("TinyStoriesV2-GPT4-valid.txt", "val"),
+        ("c4-validation.00000-of-00008.json.gz", "val"),
+        ("data/dev-00000.parquet", "val"),
+        ("corpus_val_000000.bin", "val"),
+        ("eval.jsonl", "val"),
+        ("TEST.csv", "test"),
+        ("wiki.test.tokens", "test"),
+        ("test/part-1.txt", "test"),
+        ("test/train_1.txt", "test"),
+        ("train/test_of_time.txt", "train"),
+        ("dev/train.txt", "train"),
+        ("train_test.txt", "test"),
+        ("medieval_000.bin", ""),
+        ("contest.txt", ""),
+        ("evaluation.txt", ""),
+        ("developers.txt", ""),
+        ("trained.txt", ""),
+        ("latest.txt", ""),
+        ("src/test_model.py", ""),
+        ("val.c", ""),
+    ],
+)
+def test_a_split_is_named_by_whole_words(name, split):
+    assert named_split(PurePath(name)) == split
+
+
+def test_the_test_split_is_left_out_and_the_validation_split_marked(tmp_path):
+    for name in ("train-1.txt", "valid.txt", "test.txt", "more.txt"):
+        write(tmp_path / name, f"from {name}")
+    for spec in (tmp_path, tmp_path / "*.txt"):
+        source = open_source(str(spec))
+        assert documents(spec) == ["from more.txt", "from train-1.txt", "from valid.txt"]
+        assert {file.name for file in source.val_files} == {"valid.txt"}
+        assert [note for note in source.notes if "test.txt" in note]
+        assert [note for note in source.notes if "validation" in note and "valid.txt" in note]
+    assert documents(tmp_path / "test.txt") == ["from test.txt"]  # named itself, it is read
+
+
+@pytest.mark.parametrize("names", [["test-1.txt", "test-2.txt"], ["val.txt"], ["a.txt", "b.txt"]])
+def test_names_that_all_say_the_same_decide_nothing(tmp_path, names):
+    for name in names:
+        write(tmp_path / "test" / name, name)  # the folder that is named is no part of a name
+    source = open_source(str(tmp_path / "test"))
+    assert [file.name for file in source.files] == names
+    assert not source.val_files
+    assert not source.notes
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (["README.md", "LICENSE.txt", "train.jsonl"], ["train.jsonl"]),
+        (["README.md", "data/a.parquet"], ["data/a.parquet"]),
+        (["README.md", "b.md"], ["README.md", "b.md"]),
+        (["README.md", "b.py"], ["README.md", "b.py"]),
+        (["README.md"], ["README.md"]),
+        (["licenses.txt", "a.txt"], ["a.txt", "licenses.txt"]),
+        (
+            ["dataset_info.json", "state.json", "data-0.arrow", "cache-1.arrow"],
+            ["data-0.arrow"],
+        ),
+        (
+            ["dataset_dict.json", "train/data-0.arrow", "train/state.json", "test/data-0.arrow"],
+            ["train/data-0.arrow"],
+        ),
+        (["state.json", "a.txt"], ["a.txt", "state.json"]),
+    ],
+)
+def test_what_is_about_the_data_is_left_out(tmp_path, names, read):
+    for name in names:
+        write(tmp_path / name, name)
+    source = open_source(str(tmp_path))
+    assert [source.name_of(file) for file in source.files] == read
+    for name in set(names) - set(read):
+        assert any(name in note for note in source.notes), name
+
+
+# Links, odd names
+
+
+def test_links_are_followed_once(tmp_path):
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    write(root / "a.txt", "a")
+    write(root / "z" / "b.txt", "b")
+    write(outside / "c.txt", "c")
+    write(outside / "deep" / "d.txt", "d")
+    write(tmp_path / "e.txt", "e")
+    for link, target in {
+        root / "1": outside,
+        root / "2": outside,  # a second time
+        root / "3": root,  # loops
+        root / "4": tmp_path,
+        outside / "deep" / "up": outside,
+        root / "5": root / "z",  # read under its own name
+        root / "6.txt": root / "a.txt",
+        root / "7.txt": tmp_path / "e.txt",
+        root / "8.txt": tmp_path / "e.txt",
+        root / "9.txt": root / "nowhere.txt",
+    }.items():
+        link.symlink_to(target)
+    source = open_source(str(root))
+    names = ["1/c.txt", "1/deep/d.txt", "7.txt", "a.txt", "z/b.txt"]
+    assert [source.name_of(file) for file in source.files] == names
+    assert "1 links that lead nowhere left out" in source.notes
+    assert any("links to folders that are read anyway" in note for note in source.notes)
+    assert "2 links to files that are read anyway left out" in source.notes
+
+
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [
+        ("w[1]/*.txt", ["one [1].txt", "two.txt"]),
+        ("w[1]/one [1].txt", ["one [1].txt"]),
+        ("w[1]/one [[]1].txt", ["one [1].txt"]),
+        ("w[1]/*[1].txt", ["one [1].txt"]),
+        ("w[12]/two.txt", ["two.txt"]),
+        ("**/two.txt", ["two.txt", "two.txt"]),
+        ("c++", ["a+b.txt"]),
+        ("c++/a+*.txt", ["a+b.txt"]),
+    ],
+)
+def test_brackets_and_plus_signs_in_a_path_are_characters(tmp_path, spec, found):
+    for name in ("w[1]/one [1].txt", "w[1]/two.txt", "w2/two.txt", "c++/a+b.txt"):
+        write(tmp_path / name, name)
+    assert [file.name for file in open_source(str(tmp_path / spec)).files] == found
+
+
+def test_a_plus_sign_alone_is_no_mixture(tmp_path):
+    write(tmp_path / "a.txt", "a")
+    assert "mixture" not in refusal(tmp_path / "c++" / "nope.txt")
+    assert "mixture" in refusal(f"{tmp_path}/a.txt+{tmp_path}/a.txt")
+
+
+def test_a_name_that_is_not_utf_8_is_a_name(tmp_path):
+    file = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt"))
+    write(file, "text")
+    write(tmp_path / "b.txt", "more")
+    assert documents(tmp_path) == ["more", "text"]
+    assert len(open_source(str(tmp_path)).digest()) == 64
 
 
 # The hub, with a stand-in for `datasets`
@@ -379,8 +530,8 @@ def test_local_files_need_no_datasets(tmp_path):
     write(tmp_path / "a.txt", "x")
     code = (
         "import sys; sys.modules['datasets'] = None\n"
-        "from data.sources import open_source\n"
-        f"assert list(open_source({str(tmp_path / 'a.txt')!r}).pieces('text', 'strict'))\n"
+        "from data.sources import open_source\nfrom data.readers import How\n"
+        f"assert list(open_source({str(tmp_path / 'a.txt')!r}).pieces(How()))\n"
         "assert 'pyarrow' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -99,10 +99,11 @@ def read_ids(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[list[int],
 
     Raises ConfigError if there are fewer than two tokens.
     """
+    from data.readers import How
     from data.sources import open_source
 
     ids, documents = [], 0
-    for piece in open_source(options.source).pieces(options.text_field, options.errors):
+    for piece in open_source(options.source).pieces(How(options.text_field, options.errors)):
         if piece.first:
             if documents and tokenizer.eot is not None:
                 ids.append(tokenizer.eot)
