@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -149,27 +149,27 @@ def continuations(
             f"note: the prompt has {len(ids)} tokens; the model sees the last {context}",
             file=sys.stderr,
         )
-    eot = None if options.ignore_eot else tokenizer.eot
+    ends = () if options.ignore_eot else tokenizer.stop_ids
     new_ids = generate(
         model,
         torch.tensor([ids] * options.num_samples, device=device),
         settings,
         torch.Generator(device).manual_seed(options.seed),
-        stop_id=eot,
+        stop_ids=ends,
         n_ids=tokenizer.vocab_size,
         first_ids=first,
     )
     rows = [Row(StreamDecoder(tokenizer, skip), options.stop) for _ in range(options.num_samples)]
-    return texts_of(new_ids, rows, eot)
+    return texts_of(new_ids, rows, ends)
 
 
 def texts_of(
-    new_ids: Iterator[Tensor], rows: list[Row], eot: int | None
+    new_ids: Iterator[Tensor], rows: list[Row], ends: Collection[int]
 ) -> Iterator[tuple[int, str]]:
     """Columns of ids, one id a row, as (row, text) as it becomes certain."""
     for column in new_ids:
         for number, (row, token) in enumerate(zip(rows, column.tolist(), strict=True)):
-            text = row.push(token, ends=token == eot)
+            text = row.push(token, ends=token in ends)
             if text:
                 yield number, text
         if all(row.ended for row in rows):

@@ -73,12 +73,14 @@ def encode_task(folder: Path, dtype: str, task: list[Part]) -> Encoded:
 
 
 def _encode_parts(tokenizer: Tokenizer, dtype: str, parts: list[Part]) -> Ids:
-    """Ids of text of one split, an end-of-text after each document."""
+    """Ids of text of one split: each document's start, its text and an end-of-text."""
     ids, starts, position = [], [], 0
+    bos = np.array(tokenizer.between, dtype=dtype)
     for part in parts:
+        some = tokenizer.encode_array(part.text).astype(dtype)
         if part.first:
             starts.append(position)
-        some = tokenizer.encode_array(part.text).astype(dtype)
+            some = np.concatenate((bos, some))
         if part.last and tokenizer.eot is not None:
             some = np.append(some, np.array(tokenizer.eot, dtype=dtype))
         ids.append(some)

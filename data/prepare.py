@@ -28,6 +28,7 @@ from data.config import DataConfig
 from data.meta import META_FILE, read_meta
 from data.options import ConfigError, parse_sections
 from data.plan import Say, make_plan
+from data.pretrained import opening_ids
 from data.preview import preview
 from data.record import has_same_content, is_complete, is_current, lock, source_record
 from data.sources import STDIN, Source, absolute, open_source, parse_mixture
@@ -56,6 +57,7 @@ def _what_matters(config: DataConfig) -> list:
     file = Path(tokenizer.removeprefix("hf:")).expanduser() / "tokenizer.json"
     if tokenizer.startswith("hf:") and file.is_file():
         tokenizer = hashlib.sha256(file.read_bytes()).hexdigest()
+        tokenizer += "".join(f" {i}" for i in opening_ids(file.read_text(encoding="utf-8")))
     elif tokenizer.startswith("bpe:"):
         tokenizer += SPLIT_PATTERN
     options = [config.split, config.val_fraction, config.text_field, config.errors]

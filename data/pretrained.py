@@ -8,9 +8,10 @@ import json
 import os
 import tempfile
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -130,16 +131,70 @@ def _fetch_once(name: str, address: str) -> None:
 
 def hf_from_folder(folder: str) -> Tokenizer:
     """The tokenizer of a Hugging Face folder. Raises ConfigError if there is none."""
-    path = Path(folder).expanduser() / JSON_FILE
-    if not path.is_file():
-        raise ConfigError(f"data.tokenizer=hf:{folder}: there is no {path}")
-    config = path.with_name(CONFIG_FILE)
+    path = Path(folder).expanduser()
+    if not (path / JSON_FILE).is_file():
+        raise ConfigError(f"data.tokenizer=hf:{folder}: there is no {path / JSON_FILE}")
+    config = path / CONFIG_FILE
     config_text = config.read_text(encoding="utf-8") if config.is_file() else "{}"
-    return hf_from_json(f"hf:{folder}", path.read_text(encoding="utf-8"), config_text)
+    content = (path / JSON_FILE).read_text(encoding="utf-8")
+    return hf_from_json(f"hf:{folder}", content, config_text, _end_ids(path))
 
 
-def hf_from_json(name: str, tokenizer_json: str, config_text: str = "{}") -> Tokenizer:
-    """The tokenizer of a tokenizer.json; its end-of-text is the eos_token of the config."""
+def _end_ids(folder: Path) -> list[int]:
+    """The ids that end a text according to the model's own files, as transformers reads them."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        found = _object(path.read_text(encoding="utf-8"), str(path)).get("eos_token_id")
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(type(i) is int and i >= 0 for i in ids):
+                raise ConfigError(f"{path}: eos_token_id={found!r}: must be an id or a list of ids")
+            return ids
+    return []
+
+
+def _object(text: str, name: str) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError, by the file's name, for anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} cannot be read: not a JSON object")
+    return found
+
+
+def opening_ids(tokenizer_json: str) -> list[int]:
+    """The ids that the tokenizer's post-processor puts before a text.
+
+    transformers heeds it alone: not the config's `add_bos_token`.
+    """
+    return _opening(_object(tokenizer_json, JSON_FILE).get("post_processor") or {})
+
+
+def _opening(processor: dict[str, Any]) -> list[int]:
+    kind = processor.get("type")
+    if kind == "Sequence":  # after the first that adds something, the others see no single text
+        return next(filter(None, map(_opening, processor["processors"])), [])
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return [processor["cls"][1]]
+    found: list[int] = []
+    for piece in processor["single"] if kind == "TemplateProcessing" else ():
+        if "SpecialToken" not in piece:
+            break
+        found += processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+    return found
+
+
+def hf_from_json(
+    name: str, tokenizer_json: str, config_text: str = "{}", ends: Sequence[int] = ()
+) -> Tokenizer:
+    """The tokenizer of a tokenizer.json; its end-of-text is the eos_token of the config.
+
+    ends: the ids that end a text, if the model's files tell.
+    """
     from tokenizers import Tokenizer as Loaded
 
     try:
@@ -157,8 +212,12 @@ def hf_from_json(name: str, tokenizer_json: str, config_text: str = "{}") -> Tok
 
     added = loaded.get_added_tokens_decoder().items()
     special = {token.content: i for i, token in added if token.special}
-    files = {FILE: described("hf", name=name), JSON_FILE: tokenizer_json, CONFIG_FILE: config_text}
-    return Tokenizer(name, _table(loaded), _eot(loaded, config_text), encode, special, files)
+    table, eot = _table(loaded), _eot(loaded, config_text, ends)
+    others = tuple(ends) if set(ends) - {eot} else ()
+    about = described("hf", name=name, **({"ends": others} if others else {}))
+    files = {FILE: about, JSON_FILE: tokenizer_json, CONFIG_FILE: config_text}
+    bos = tuple(opening_ids(tokenizer_json))
+    return Tokenizer(name, table, eot, encode, special, files, bos, others)
 
 
 def _table(loaded) -> list[bytes]:
@@ -196,9 +255,15 @@ def _word_piece(token: str) -> bytes:
     return (token[2:] if token.startswith("##") else " " + token).encode("utf-8")
 
 
-def _eot(loaded, config_text: str) -> int | None:
-    named = json.loads(config_text).get("eos_token")
-    named = named.get("content") if isinstance(named, dict) else named
+def _eot(loaded, config_text: str, ends: Sequence[int]) -> int | None:
+    named = _named(_object(config_text, CONFIG_FILE), "eos_token")
     candidates = [named] if named else []
     found = [loaded.token_to_id(token) for token in (*candidates, *COMMON_EOTS)]
-    return next((i for i in found if i is not None), None)
+    known = [i for i in ends if i < loaded.get_vocab_size()]
+    return next((i for i in (*found, *known) if i is not None), None)
+
+
+def _named(config: dict[str, Any], role: str) -> str | None:
+    """The text of a token that tokenizer_config.json names, such as its eos_token."""
+    token = config.get(role)
+    return token.get("content") if isinstance(token, dict) else token

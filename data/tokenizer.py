@@ -60,8 +60,8 @@ def _load(folder: Path) -> Tokenizer:
     if kind == "bpe":
         return bpe.own_bpe(about["name"], _text(folder, bpe.JSON_FILE))
     if kind == "hf":
-        config = _text(folder, pretrained.CONFIG_FILE)
-        return pretrained.hf_from_json(about["name"], _text(folder, bpe.JSON_FILE), config)
+        config, content = _text(folder, pretrained.CONFIG_FILE), _text(folder, bpe.JSON_FILE)
+        return pretrained.hf_from_json(about["name"], content, config, about.get("ends", ()))
     return pretrained.tiktoken_from_ranks(about, _text(folder, pretrained.RANKS_FILE))
 
 
@@ -70,7 +70,9 @@ def _text(folder: Path, name: str) -> str:
 
 
 def start_ids(tokenizer: Tokenizer) -> list[int]:
-    """What an empty prompt starts from: the end-of-text, else a newline, else id 0."""
+    """What an empty prompt starts from: the document start, the end-of-text, a newline or id 0."""
+    if tokenizer.bos:
+        return list(tokenizer.bos)
     if tokenizer.eot is not None:
         return [tokenizer.eot]
     return [tokenizer.table.index(b"\n") if b"\n" in tokenizer.table else 0]
@@ -84,13 +86,15 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int],
     joined to one. A prompt that ends in white space is therefore taken back to the token before,
     and goes on with a token that begins with this white space.
     """
-    ids = tokenizer.encode(prompt) or start_ids(tokenizer)
+    ids, bos = tokenizer.encode(prompt), list(tokenizer.bos)
+    if not ids:
+        return start_ids(tokenizer), [], 0
     last = tokenizer.bytes_of(ids[-1])
     if len(ids) > 1 and last and not last.strip(b" \t\n"):
         longer = [i for i, piece in enumerate(tokenizer.table) if piece.startswith(last)]
         if len(longer) > 1:
-            return ids[:-1], longer, len(last)
-    return ids, [], 0
+            return bos + ids[:-1], longer, len(last)
+    return bos + ids, [], 0
 
 
 class StreamDecoder:

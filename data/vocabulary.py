@@ -23,8 +23,10 @@ END_OF_TEXT = "<|endoftext|>"
 class Tokenizer:
     """`table[i]` holds the bytes that id i stands for; none for the end-of-text and other specials.
 
-    encode_array: text -> (n,) integer array, special tokens' text being plain text. special: text
-    of special tokens -> id. files: what `save` writes, name -> content.
+    eot: the id that follows each document in the data. encode_array: text -> (n,) integer array,
+    special tokens' text being plain text. special: text of special tokens -> id. files: what
+    `save` writes, name -> content. bos: ids at the start of each document. ends: the ids that end a
+    sample, if there are others than eot.
     """
 
     name: str
@@ -33,10 +35,24 @@ class Tokenizer:
     encode_array: Callable[[str], np.ndarray]
     special: dict[str, int] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict, repr=False)
+    bos: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
         return len(self.table)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Every id that ends a sample."""
+        own = () if self.eot is None or self.eot in self.ends else (self.eot,)
+        return (*self.ends, *own)
+
+    @property
+    def between(self) -> tuple[int, ...]:
+        """`bos` for a document that follows another: nothing where the end-of-text is the bos, for
+        it stands there already."""
+        return () if self.bos == (self.eot,) else self.bos
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Ids of a text; the text of special tokens is plain text unless `special`."""

@@ -65,7 +65,9 @@ def _typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def to_huggingface(config: ModelConfig, *, bos: int | None, eos: int | None) -> dict[str, Any]:
+def to_huggingface(
+    config: ModelConfig, *, bos: int | None, eos: int | list[int] | None
+) -> dict[str, Any]:
     """config.json of a (resolved) model whose documents begin with `bos` and end with `eos`.
 
     Raises FolderError if no family fits.

@@ -61,7 +61,7 @@ def generate(
     settings: SamplingConfig,
     rng: torch.Generator,
     *,
-    stop_id: int | None = None,
+    stop_ids: Sequence[int] = (),
     n_ids: int | None = None,
     first_ids: Sequence[int] = (),
     use_cache: bool = True,
@@ -70,7 +70,7 @@ def generate(
 
     prompt: (B, P) ids, P >= 1, all rows of one length; of a longer one than the context, the last
         context_length are used.
-    stop_id: end-of-text. A row that has drawn it goes on yielding it, and is finished.
+    stop_ids: the ids that end a text. A row that has drawn one is finished and goes on yielding it.
     n_ids: the tokenizer's vocabulary, where the model's is padded beyond it: ids from n_ids on are
         never drawn.
     first_ids: the first id is one of these, where some are given.
@@ -91,6 +91,7 @@ def generate(
     window = prompt[:, -context:]
     seen = _seen(prompt, model.config.vocab_size) if settings.repetition_penalty != 1.0 else None
     stopped = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
+    stops = torch.tensor(list(stop_ids), dtype=torch.int64, device=prompt.device)
     # No more than can be used: a pretrained model's whole context may take tens of GB.
     cache = KVCache(model.config.n_layers, min(context, window.shape[1] + settings.max_new_tokens))
     decoder = Decoder(model, cache, prompt.shape[0]) if use_cache else None
@@ -103,14 +104,14 @@ def generate(
             logits = _last_logits(model, decoder, window)  # (B, V)
             logits = _allowed(logits, n_ids, first_ids if step == 0 else ())
             ids = sample_next(logits, settings, rng, seen)
-            if stop_id is not None:
-                ids = torch.where(stopped, stop_id, ids)
-                stopped |= ids == stop_id
+            if len(stops):
+                ids = torch.where(stopped, window[:, -1], ids)
+                stopped |= torch.isin(ids, stops)
             if seen is not None:
                 seen.scatter_(1, ids[:, None], True)
             window = torch.cat((window, ids[:, None]), dim=1)
         yield ids.clone()  # an ordinary tensor again
-        if stop_id is not None and bool(stopped.all()):
+        if len(stops) and bool(stopped.all()):
             return
 
 

@@ -192,13 +192,14 @@ def write_folder(
     tensors: Mapping[str, Tensor],
     *,
     bos: int | None,
-    eos: int | None,
+    eos: int | list[int] | None,
     n_ids: int,
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors into an existing folder.
 
-    bos, eos: ids that begin and end a document. n_ids: ids that the tokenizer has; the rows of a
-    vocabulary padded beyond it are kept, and `generate` is told never to draw them.
+    bos, eos: ids that begin and end a document; eos may be several. n_ids: ids that the tokenizer
+    has; the rows of a vocabulary padded beyond it are kept, and `generate` is told never to draw
+    them.
 
     Raises FolderError if no family fits, before anything is written.
     """

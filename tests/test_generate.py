@@ -139,9 +139,11 @@ def test_ids_are_ordinary_tensors():
 
 
 def test_each_row_stops_by_itself():
-    """Row 0 says the stop id at step 2, row 1 at step 5: it is repeated until both have ended."""
+    """Row 0 draws one stop id at step 2, row 1 another at step 3: it is repeated to the end."""
     script = [[3, 9, 4, 4, 4, 4, 4], [5, 5, 6, 6, 9, 4, 4]]
-    ids = ask(script, torch.zeros(2, 3, dtype=torch.long), stop_id=9)
+    ids = ask(script, torch.zeros(2, 3, dtype=torch.long), stop_ids=[9, 6])
+    assert ids == [[3, 9, 9], [5, 5, 6]]
+    ids = ask(script, torch.zeros(2, 3, dtype=torch.long), stop_ids=[9])
     assert ids == [[3, 9, 9, 9, 9], [5, 5, 6, 6, 9]]
     settings = SamplingConfig(0.0, max_new_tokens=7)
     ids = ask(script, torch.zeros(2, 3, dtype=torch.long), settings)

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     if options.out:
         check_page(Path(options.out))
     model, tokenizer = load_for_sampling(Path(run), options.which, torch.device("cpu"))
-    ids = tokenizer.encode(options.prompt)
+    ids = [*tokenizer.bos, *tokenizer.encode(options.prompt)]
     shown = ids[: min(options.tokens, model.config.context_length)]
     if not shown:
         raise ConfigError(f"prompt={options.prompt!r}: no token in it")

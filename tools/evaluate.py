@@ -95,7 +95,7 @@ def window_sizes(options: EvaluateOptions, longest: int) -> tuple[int, int]:
 
 
 def read_ids(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """(ids of all documents, an end-of-text between two of them; how many documents).
+    """(ids of all documents, each from its start, an end-of-text between two; how many documents).
 
     Raises ConfigError if there are fewer than two tokens.
     """
@@ -107,6 +107,7 @@ def read_ids(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[list[int],
         if piece.first:
             if documents and tokenizer.eot is not None:
                 ids.append(tokenizer.eot)
+            ids += tokenizer.between if documents else tokenizer.bos
             documents += 1
         ids += tokenizer.encode(piece.text)
     if len(ids) < 2:

@@ -38,12 +38,13 @@ def export_hf(model: GPT, tokenizer: Tokenizer, folder: Path) -> list[str]:
         ) from None
     said = [write_tokenizer(tokenizer, folder, model.config.context_length)]
     tensors = dict(model.named_parameters())
+    ends = list(tokenizer.stop_ids)
     write_folder(
         folder,
         model.config,
         tensors,
         bos=_bos(tokenizer, folder),
-        eos=tokenizer.eot,
+        eos=ends if len(ends) > 1 else tokenizer.eot,
         n_ids=tokenizer.vocab_size,
     )
     with quiet_transformers():
@@ -53,9 +54,12 @@ def export_hf(model: GPT, tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def _bos(tokenizer: Tokenizer, folder: Path) -> int | None:
-    """The id that begins a document: what the tokenizer's config names, else the end-of-text."""
+    """The id that begins a document: the tokenizer's own, one that its config names, or else the
+    end-of-text."""
     from tokenizers import Tokenizer as Loaded
 
+    if tokenizer.bos:
+        return tokenizer.bos[0]
     named = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("bos_token")
     named = named.get("content") if isinstance(named, dict) else named
     loaded = Loaded.from_file(str(folder / "tokenizer.json"))
@@ -87,6 +91,9 @@ def _check_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
     ids = loaded(text, add_special_tokens=False)["input_ids"]
     if ids != tokenizer.encode(text):
         raise ExportError(f"{type(loaded).__name__} gives other ids than {tokenizer.name}")
+    opening = loaded(text)["input_ids"][: len(tokenizer.bos) + 1]
+    if opening != [*tokenizer.bos, ids[0]]:
+        raise ExportError(f"{type(loaded).__name__} begins a text with {opening}")
     if loaded.decode(ids) != tokenizer.decode(ids):
         raise ExportError(f"{type(loaded).__name__} decodes to another text than {tokenizer.name}")
     if loaded.eos_token_id != tokenizer.eot:

@@ -33,7 +33,7 @@ def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seed: int, tok
         torch.tensor([ids], device=device),
         settings,
         rng,
-        stop_id=tokenizer.eot,
+        stop_ids=tokenizer.stop_ids,
         n_ids=tokenizer.vocab_size,
         first_ids=first,
     )
@@ -77,6 +77,9 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
     """A token by itself: its text, its bytes where they are no whole characters, or its name."""
     if token == tokenizer.eot:
         return "<end of text>"
+    names = [text for text, special in tokenizer.special.items() if special == token]
+    if names:
+        return names[0]
     raw = tokenizer.decode_bytes([token])
     try:
         return raw.decode("utf-8")

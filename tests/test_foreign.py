@@ -1,0 +1,304 @@
+"""Models and tokenizers of others: documents start and end as they do in transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer as Library
+from tokenizers import processors
+
+import sample
+import tools.attention
+import tools.evaluate
+import tools.export
+from data import bpe, prepare
+from data.config import DataConfig
+from data.meta import read_meta
+from data.options import ConfigError
+from data.tokenizer import Tokenizer, load_tokenizer, prompt_ids, ready_tokenizer, start_ids
+from data.vocabulary import END_OF_TEXT
+from model.generate import generate
+from model.sampling import SamplingConfig
+from tools.evaluate import EvaluateOptions, read_ids
+from training.snapshot import token_text
+from training.weights import load_for_sampling
+
+TEXT = "def main(argv):\n    return argv\n\nclass Name:\n    pass\n" * 30
+PROMPT = "def main(argv):"
+START = "<s>"
+EOT_ID, START_ID = 288, 289  # the text holds too little to merge for 300
+
+
+def tokenizer_folder(folder: Path, processor=None, **config) -> Path:
+    """A byte-level tokenizer.json with <s>, and its tokenizer_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    library = Library.from_str(bpe.train_bpe("bpe:300", 300, [TEXT]).files[bpe.JSON_FILE])
+    library.add_special_tokens([START])
+    if processor is not None:
+        library.post_processor = processor(library.token_to_id)
+    library.save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    about |= {"bos_token": START, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return folder
+
+
+def template(single: str):
+    """A TemplateProcessing around a text, such as "<s> $A"."""
+
+    def make(id_of):
+        special = [(token, id_of(token)) for token in (START, END_OF_TEXT)]
+        return processors.TemplateProcessing(single=single, special_tokens=special)
+
+    return make
+
+
+def model_folder(folder: Path, ends: list[int] | int | None, **tokenizer) -> Path:
+    """A random Llama of transformers with large weights, and a tokenizer as above."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    tokenizer_folder(folder, **tokenizer)
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=load_tokenizer(folder).vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=ends,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * (3 / p.shape[-1] ** 0.5 if p.dim() == 2 else 0.5))
+    model.save_pretrained(folder)
+    return folder
+
+
+def their_ids(folder: Path, prompt: str, **options) -> list[int]:
+    """What transformers continues a prompt with, the prompt's ids included."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    given = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt")
+    given.pop("token_type_ids", None)
+    found = model.generate(**given, do_sample=False, max_new_tokens=40, pad_token_id=0, **options)
+    return found[0].tolist()
+
+
+def our_ids(folder: Path, prompt: str) -> list[int]:
+    model, tokenizer = load_for_sampling(folder, "", torch.device("cpu"))
+    ids, first, _ = prompt_ids(tokenizer, prompt)
+    settings = SamplingConfig(temperature=0.0, max_new_tokens=40)
+    new = generate(
+        model,
+        torch.tensor([ids]),
+        settings,
+        torch.Generator(),
+        stop_ids=tokenizer.stop_ids,
+        n_ids=tokenizer.vocab_size,
+        first_ids=first,
+    )
+    return ids + [int(token) for token in new]
+
+
+@pytest.mark.parametrize("processor", [None, template(f"{START} $A")], ids=["no BOS", "BOS"])
+def test_greedy_ids_are_those_of_transformers(processor, tmp_path):
+    folder = model_folder(tmp_path / "model", None, processor=processor)
+    expected = their_ids(folder, PROMPT)
+    assert our_ids(folder, PROMPT) == expected
+    assert len(expected) >= 40 + len(load_tokenizer(folder).encode(PROMPT))
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_any_of_several_ends_ends_a_sample_as_in_transformers(file, tmp_path, command):
+    folder = model_folder(tmp_path / "model", None, processor=template(f"{START} $A"))
+    eot = load_tokenizer(folder).eot
+    free = their_ids(folder, PROMPT)
+    new = free[-40:]
+    at = next(i for i in range(5, 40) if new[i] not in new[:i])  # an id not drawn before
+    if file == "config.json":
+        (folder / "generation_config.json").unlink()
+    about = json.loads((folder / file).read_text()) | {"eos_token_id": [eot, new[at]]}
+    (folder / file).write_text(json.dumps(about))
+    expected = their_ids(folder, PROMPT)
+    assert expected == free[: len(free) - 39 + at]
+    assert our_ids(folder, PROMPT) == expected
+    # sample.py ends there too, and ends nothing with --ignore_eot.
+    text = load_tokenizer(folder).decode(new[:at])
+    argv = [folder, f"--prompt={PROMPT}", "--temperature=0", "--max_new_tokens=40", "--device=cpu"]
+    assert command(sample.main, *argv)[1] == f"{PROMPT}{text}\n"
+    assert len(command(sample.main, *argv, "--ignore_eot")[1]) > len(PROMPT + text) + 1
+
+
+def test_an_export_keeps_the_starts_and_every_end(tmp_path, command):
+    folder = model_folder(tmp_path / "model", [EOT_ID, 12], processor=template(f"{START} $A"))
+    code, _, err = command(tools.export.main, folder, f"--out={tmp_path / 'again'}")
+    assert code == 0, err
+    for name in ("config.json", "generation_config.json"):
+        about = json.loads((tmp_path / "again" / name).read_text())
+        assert sorted(about["eos_token_id"]) == sorted(load_tokenizer(folder).stop_ids)
+        assert about["bos_token_id"] == load_tokenizer(folder).bos[0]
+    assert their_ids(tmp_path / "again", PROMPT) == their_ids(folder, PROMPT)
+    assert load_tokenizer(tmp_path / "again").bos == load_tokenizer(folder).bos
+
+
+def test_a_saved_tokenizer_keeps_its_starts_and_ends(tmp_path):
+    folder = tokenizer_folder(tmp_path / "theirs", template(f"{START} $A"))
+    (folder / "config.json").write_text('{"eos_token_id": [288, 7]}')
+    tokenizer = ready_tokenizer(f"hf:{folder}")
+    tokenizer.save(tmp_path / "saved")
+    saved = load_tokenizer(tmp_path / "saved")
+    assert (
+        (saved.bos, saved.stop_ids)
+        == (tokenizer.bos, tokenizer.stop_ids)
+        == ((START_ID,), (EOT_ID, 7))
+    )
+
+
+@pytest.mark.parametrize("value", [[1, "2"], "</s>", -1, [True], {"a": 1}])
+def test_an_end_that_is_no_id_is_refused_by_name(value, tmp_path):
+    folder = tokenizer_folder(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id="):
+        load_tokenizer(folder)
+
+
+# Document starts, for every way to say so
+
+LEVEL = processors.ByteLevel()
+OPENINGS = {
+    "none": (None, {}),
+    "byte level": (lambda id_of: LEVEL, {}),
+    "template": (template(f"{START} $A"), {}),
+    "both sides": (template(f"{START} $A {END_OF_TEXT}"), {}),
+    "end only": (template(f"$A {END_OF_TEXT}"), {}),
+    "two": (template(f"{END_OF_TEXT} {START} $A"), {}),
+    "sequence": (lambda i: processors.Sequence([LEVEL, template(f"{START} $A")(i)]), {}),
+    "nested": (
+        lambda i: processors.Sequence(
+            [template(f"{START} $A")(i), template(f"{END_OF_TEXT} $A")(i)]
+        ),
+        {},
+    ),
+    "bert": (
+        lambda i: processors.BertProcessing((END_OF_TEXT, i(END_OF_TEXT)), (START, i(START))),
+        {},
+    ),
+    "roberta": (
+        lambda i: processors.RobertaProcessing((END_OF_TEXT, i(END_OF_TEXT)), (START, i(START))),
+        {},
+    ),
+    "only the config would add it": (None, {"add_bos_token": True}),
+    "only the config would not": (template(f"{START} $A"), {"add_bos_token": False}),
+}
+
+
+@pytest.mark.parametrize("kind", OPENINGS)
+def test_a_document_starts_with_what_transformers_puts_before_a_text(kind, tmp_path):
+    from transformers import AutoTokenizer
+
+    processor, config = OPENINGS[kind]
+    folder = tokenizer_folder(tmp_path, processor, **config)
+    tokenizer, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    plain = theirs(PROMPT, add_special_tokens=False)["input_ids"]
+    given = theirs(PROMPT)["input_ids"]
+    before = given[: next(i for i in range(9) if given[i : i + len(plain)] == plain)]
+    assert list(tokenizer.bos) == before
+    assert prompt_ids(tokenizer, PROMPT)[0] == [*before, *plain]
+    assert prompt_ids(tokenizer, PROMPT + " ")[0][: len(before)] == before
+    assert start_ids(tokenizer) == (before or [tokenizer.eot])
+
+
+DOCUMENTS = [f"def f{i}(x):\n    return {i}\n" for i in range(60)]
+
+
+def prepared(tmp_path: Path, folder: Path, **options) -> tuple[Path, Tokenizer]:
+    source = tmp_path / "text.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    config = DataConfig(
+        source=str(source),
+        tokenizer=f"hf:{folder}",
+        prepared_dir=str(tmp_path / "prepared"),
+        val_fraction=0.3,
+        workers=0,
+        **options,
+    )
+    made = prepare.prepare(config, say=lambda _: None, progress=False)
+    return made, load_tokenizer(made / "tokenizer")
+
+
+def ids_and_starts(folder: Path, split: str) -> tuple[list[int], list[int]]:
+    meta = read_meta(folder)
+    (shard,) = meta.of(split)
+    ids = np.fromfile(folder / shard.file, meta.id_dtype).tolist()
+    return ids, np.fromfile((folder / shard.file).with_suffix(".starts"), "<i8").tolist()
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_every_prepared_document_begins_with_the_start(split, tmp_path):
+    plain, _ = prepared(tmp_path, tokenizer_folder(tmp_path / "plain"))
+    started, tokenizer = prepared(
+        tmp_path, tokenizer_folder(tmp_path / "started", template(f"{START} $A"))
+    )
+    assert started.name != plain.name
+    ids, starts = ids_and_starts(started, split)
+    assert len(starts) > 10
+    assert [at for at, token in enumerate(ids) if token == tokenizer.bos[0]] == starts
+    assert all(ids[at - 1] == tokenizer.eot for at in starts[1:])
+    without = [token for token in ids if token != tokenizer.bos[0]]
+    assert without == ids_and_starts(plain, split)[0]  # the rest is the same
+    texts = tokenizer.decode_bytes(ids).decode()
+    assert read_meta(started).bytes[split] == len(texts.encode())
+
+
+def test_a_start_that_is_the_end_of_text_is_not_doubled(tmp_path):
+    folder = tokenizer_folder(tmp_path / "opt", template(f"{END_OF_TEXT} $A"))
+    made, tokenizer = prepared(tmp_path, folder)
+    ids, starts = ids_and_starts(made, "train")
+    assert tokenizer.bos == (tokenizer.eot,)
+    assert all(ids[at - 1] == tokenizer.eot != ids[at] for at in starts[1:])
+    plain, _ = prepared(tmp_path, tokenizer_folder(tmp_path / "plain"))
+    assert ids == ids_and_starts(plain, "train")[0]
+
+
+def test_evaluation_begins_each_document_with_the_start(tmp_path):
+    source = tmp_path / "text.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS[:3]))
+    for single, opening in ((f"{START} $A", START_ID), (f"{END_OF_TEXT} $A", EOT_ID)):
+        folder = tokenizer_folder(tmp_path / str(opening), template(single))
+        tokenizer = load_tokenizer(folder)
+        ids, documents = read_ids(EvaluateOptions(source=str(source)), tokenizer)
+        a, b, c = (tokenizer.encode(text) for text in DOCUMENTS[:3])
+        between = [tokenizer.eot, *([START_ID] if opening == START_ID else [])]
+        assert (ids, documents) == ([opening, *a, *between, *b, *between, *c], 3)
+
+
+@torch.no_grad()
+def test_the_loss_of_a_text_is_that_of_transformers(tmp_path, command):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = model_folder(tmp_path / "model", None, processor=template(f"{START} $A"))
+    (tmp_path / "text.txt").write_text(TEXT[:150])
+    tokens = AutoTokenizer.from_pretrained(folder)(TEXT[:150], return_tensors="pt")["input_ids"]
+    expected = float(AutoModelForCausalLM.from_pretrained(folder)(tokens, labels=tokens).loss)
+    argv = [folder, f"--source={tmp_path / 'text.txt'}", "--device=cpu"]
+    said = command(tools.evaluate.main, *argv)[1]
+    assert f"{tokens.shape[1] - 1:,} scored" in said
+    assert float(said.partition("loss ")[2].split()[0]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_attention_is_shown_with_the_start(tmp_path, command):
+    folder = model_folder(tmp_path / "model", None, processor=template(f"{START} $A"))
+    out = tmp_path / "page.html"
+    assert command(tools.attention.main, folder, f"--prompt={PROMPT}", f"--out={out}")[0] == 0
+    assert '"tokens": ["\\u003cs>", "def' in out.read_text()
+    tokenizer = load_tokenizer(folder)
+    assert token_text(tokenizer, START_ID) == START
