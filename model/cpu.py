@@ -9,6 +9,9 @@ PyTorch has fused kernels for most of it, and a compiler fuses by itself.)
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -24,6 +27,26 @@ def trains_on_cpu(x: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
+def once_differentiable(backward: Callable) -> Callable:
+    """A backward pass that is refused with create_graph=True, for it has no derivative itself.
+
+    torch's decorator of this name cuts the graph at this place. `backward()` then raises, but
+    `torch.autograd.grad` may go round the cut and be silently wrong.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx, *grads: Tensor) -> tuple:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{type(ctx).__name__} has no second derivative (create_graph=True): its backward "
+                "is written by hand. With model.cpu.trains_on_cpu returning False, the plain "
+                "formulas are used, which have one"
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
 class RMSNormFunction(Function):
     """y = x s w with s = 1 / sqrt(mean(x^2) + eps), over the last dimension: x (..., C), w (C,)."""
 
@@ -35,6 +58,7 @@ class RMSNormFunction(Function):
         return (x * scale).mul_(weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         """dx = s (g w - x s mean(g w x s)) and dw = sum(g x s), g being the gradient of y.
 
@@ -58,6 +82,7 @@ class RotationFunction(Function):
         return _rotate(x, cos, sin, 1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(grad, cos, sin, -1), None, None
@@ -81,9 +106,10 @@ class CrossEntropyFunction(Function):
         index = targets.where(counts, 0)[:, None]  # (N, 1)
         log_p = torch.log_softmax(logits, dim=-1)  # (N, V)
         ctx.save_for_backward(log_p, index, counts)
-        return -log_p.gather(1, index)[:, 0] * counts
+        return (-log_p.gather(1, index)[:, 0]).where(counts, 0)  # times 0, inf would become nan
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         """(softmax - one-hot) times the gradient, written over log_p, which has done its work."""
         log_p, index, counts = ctx.saved_tensors

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from model.cpu import CrossEntropyFunction, trains_on_cpu
+from model.cpu import CrossEntropyFunction, once_differentiable, trains_on_cpu
 
 IGNORE_INDEX = -100  # a target that does not count, torch's own default
 LARGE_VOCAB = 16_384  # from here on the loss is computed chunk by chunk
@@ -83,7 +82,7 @@ class ChunkedLossFunction(Function):
             rows, index = x[n].to(dtype), targets[n][:, None]  # (n, C), (n, 1)
             counts = index != IGNORE_INDEX
             loss, dlogits = _losses_and_gradients(rows, weight, index.where(counts, 0))
-            losses.append((loss * counts).sum())
+            losses.append(loss.where(counts, 0).sum())
             dlogits = dlogits.to(dtype)
             dx[n] = (dlogits @ weight) * counts
             rows = rows * counts  # (n, C): a smaller product than that of (n, V)

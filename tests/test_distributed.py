@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 
 import pytest
 import torch
-from faultlib import Job, Shared, ended, fork_command, wait_for
+from faultlib import Job, Shared, ended, fork_command, train, wait_for
 
 import training.distributed
 from data.options import ConfigError
@@ -139,9 +140,105 @@ def test_nccl_is_left_in_order_only_if_all_is_well(monkeypatch, backend, failed,
     assert len(destroyed) == left
 
 
-def test_running_out_of_memory_is_not_taken_for_a_lost_rank():
-    with pytest.raises(torch.OutOfMemoryError), Ranks().waiting("x"):
-        raise torch.OutOfMemoryError("8 GiB")
+GLOO = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(GLOO),
+        RuntimeError("Gloo connectFullMesh failed with " + GLOO),
+        torch.distributed.DistNetworkError("the store has gone"),
+        torch.distributed.DistBackendError("NCCL error"),
+    ],
+    ids=repr,
+)
+def test_an_error_of_communication_becomes_a_lost_rank(error, monkeypatch):
+    monkeypatch.setattr(Ranks, "_silent_ranks", lambda self: [1])
+    named = pytest.raises(LostRank, match="rank 0 waited for rank 1: step 3; ")
+    with named as caught, Ranks(0, 2).waiting("step 3"):
+        raise error
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("their own: [gloo is mentioned]"),
+        RuntimeError(),
+        torch.OutOfMemoryError("8 GiB"),
+        torch.AcceleratorError("device-side assert triggered"),
+        NotImplementedError("no such kernel"),
+        ValueError("no"),
+        LostRank("from further in"),
+    ],
+    ids=repr,
+)
+def test_every_other_error_passes_as_it_is(error, world, monkeypatch):
+    monkeypatch.setattr(Ranks, "_silent_ranks", lambda self: pytest.fail("no rank is lost"))
+    with pytest.raises(type(error)) as caught, Ranks(0, world).waiting("step 3"):
+        raise error
+    assert caught.value is error
+
+
+def buggy(where: str, rank: int):
+    """A hook: in its fourth update this rank's model has a bug, in forward or in backward."""
+    import model.gpt
+    import training.run
+
+    def patch() -> None:
+        forward, step = model.gpt.GPT.forward, training.run.train_step
+        at = []
+
+        def bug(*arguments):
+            raise RuntimeError("a bug of theirs")
+
+        def note(setup, batches, number, n_targets):
+            at[:] = [number] if setup.ranks.rank == rank else []
+            return step(setup, batches, number, n_targets)
+
+        def bad(self, *arguments, **options):
+            found = forward(self, *arguments, **options)
+            if at == [3]:
+                bug() if where == "forward" else found.register_hook(bug)
+            return found
+
+        training.run.train_step, model.gpt.GPT.forward = note, bad
+
+    return patch
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_bug_in_the_model_keeps_its_traceback_on_one_process(
+    where, reduction, tiny_argv, tmp_path
+):
+    argv = tiny_argv(tmp_path / "run", reduction=reduction)
+    assert train(argv, before=buggy(where, 0), log=tmp_path / "log") == 1
+    told = (tmp_path / "log").read_text().splitlines()
+    assert "Traceback (most recent call last):" in told
+    assert told[-1] == "RuntimeError: a bug of theirs"
+
+
+@pytest.mark.parametrize(
+    "where, reduction",
+    [
+        ("forward", "exact"),
+        ("backward", "fast"),
+        pytest.param("forward", "fast", marks=pytest.mark.faults),  # DDP's import takes seconds
+    ],
+)
+def test_a_bug_on_one_rank_keeps_its_traceback_and_the_others_lose_that_rank(
+    where, reduction, tiny_argv, tmp_path
+):
+    argv = tiny_argv(tmp_path / "run", reduction=reduction, timeout=60)
+    job = Job(2, argv, tmp_path, before=buggy(where, 1))
+    assert job.wait() == [7, 1], job.text()
+    lost, bug = (log.read_text().splitlines() for log in job.logs)
+    assert bug[-1] == "RuntimeError: a bug of theirs"
+    assert lost[-1].startswith("error: rank 0 waited for rank 1: step 4, gradients; "), lost[-1]
 
 
 def test_a_killed_rank_is_named_with_the_step(tiny_argv, tmp_path):
@@ -173,6 +270,17 @@ def test_modes_that_do_not_fit_how_it_was_started(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="mode=none, but torchrun started 2"):
         join_ranks("none", 1)
+
+
+def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
+    for name, value in {"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(LostRank, match=f"rank 1 waited for the store at 127.0.0.1:{port}"):
+            join_ranks("auto", 1)
 
 
 def test_every_training_ties_itself_to_torchrun_also_a_single_one(monkeypatch):

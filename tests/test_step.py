@@ -128,6 +128,68 @@ def test_seeding_keeps_nothing(monkeypatch):
     assert len(torch.cuda._queued_calls) == before
 
 
+def test_each_micro_batch_has_a_dropout_of_its_own():
+    """Eight micro-batches of one window each, all alike: their losses differ by dropout alone."""
+    setup = make_setup(8, dropout=0.5)
+    losses, forward = [], setup.model.forward
+
+    def note(*arguments, **options):
+        loss = forward(*arguments, **options)
+        losses.append(loss.item())
+        return loss
+
+    setup.model.forward = note
+    tokens, targets = batch(0)
+    train_step(setup, [(tokens[:1], targets[:1])] * 8, 0)
+    assert len(set(losses)) == 8
+
+
+# Weights that are frozen
+
+
+def freeze(model: GPT, names: tuple[str, ...]) -> None:
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith(names))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("n_micro", [1, 4])
+@pytest.mark.parametrize(
+    "frozen", [("embed",), ("layers",), ("embed", "layers.0.attn"), ("norm", "layers.0.mlp")]
+)
+def test_frozen_weights_stay_and_the_others_train(frozen, n_micro, reduction, optimizer):
+    setup = make_setup(n_micro, reduction, tie_embeddings=False)
+    freeze(setup.model, frozen)
+    optim = OptimConfig(lr=0.01, optimizer=optimizer)
+    setup.optimizers = Optimizers(setup.model, optim, torch.device("cpu"))
+    before = {name: p.detach().clone() for name, p in setup.model.named_parameters()}
+    for step in range(2):
+        assert train_step(setup, cut(batch(step), n_micro), step).grad_norm > 0
+    for name, p in setup.model.named_parameters():
+        assert torch.equal(p, before[name]) == name.startswith(frozen), name
+
+
+def test_a_weight_that_no_micro_batch_uses_has_a_gradient_of_zero():
+    """As a branch that is not always taken: what one micro-batch lacks, another may have."""
+    setup = make_setup(4)
+    extra = torch.nn.Parameter(torch.ones(3))
+    setup.model.register_parameter("extra", extra)
+    setup.optimizers = Optimizers(setup.model, OptimConfig(), torch.device("cpu"))
+    forward, calls = setup.model.forward, iter(range(4))
+
+    def sometimes(*arguments, **options):
+        loss = forward(*arguments, **options)
+        return loss + extra.sum() * 96 if next(calls) == 2 else loss
+
+    setup.model.forward = sometimes
+    seen = []
+    setup.optimizers.step = lambda: seen.append(extra.grad.clone())
+    setup.grad_clip = 0.0
+    train_step(setup, cut(batch(0), 4), 0)
+    assert seen[0].tolist() == [1.0, 1.0, 1.0]  # 96 / the 96 targets
+
+
 # Numbers gone bad
 
 

@@ -153,7 +153,7 @@ def score(model: GPT, ids: list[int], tokenizer: Tokenizer, T: int, stride: int)
             found = model(
                 torch.stack(tokens).to(device), torch.stack(targets).to(device), reduction="none"
             )
-        losses.append(float(found.double().sum()))
+        losses.append(float(found.cpu().double().sum()))
     counted = len(ids) - 1
     n_bytes = int(tokenizer.byte_lengths()[ids[1:]].sum())
     return Evaluation(math.fsum(losses) / counted, counted, n_bytes)

@@ -84,27 +84,29 @@ class Ranks:
         if self.store is None:
             return make()
         key = self._new_key()
-        if self.first:
-            try:
-                answer = {"result": make()}
-                self.store.set(key, json.dumps(answer))
-            except BaseException as error:
-                with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
-                    self.store.set(key, json.dumps({"exit_code": _exit_code(error)}))
-                raise
-        else:
-            self._poll({0: key}, what)
-            answer = json.loads(self.store.get(key))
-            if "exit_code" in answer:
-                raise SystemExit(answer["exit_code"])  # rank 0 says why
-        return answer["result"]
+        with self.waiting(what):
+            if self.first:
+                try:
+                    answer = {"result": make()}
+                    self.store.set(key, json.dumps(answer))
+                except BaseException as error:
+                    with contextlib.suppress(dist.DistError):  # without a store nobody listens
+                        self.store.set(key, json.dumps({"exit_code": _exit_code(error)}))
+                    raise
+            else:
+                self._poll({0: key}, what)
+                answer = json.loads(self.store.get(key))
+                if "exit_code" in answer:
+                    raise SystemExit(answer["exit_code"])  # rank 0 says why
+            return answer["result"]
 
     def meet(self, what: str) -> None:
         """Wait until all ranks are here, however long those that show signs of life may take."""
         if self.store is None:
             return
         key = self._new_key()
-        self.store.set(f"{key}/{self.rank}", "here")
+        with self.waiting(what):
+            self.store.set(f"{key}/{self.rank}", "here")
         self._poll({rank: f"{key}/{rank}" for rank in range(self.world)}, what)
 
     def _new_key(self) -> str:
@@ -148,12 +150,16 @@ class Ranks:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Turn a failed or timed-out communication into one line that says who is missing."""
+        """Turn a failed or timed-out communication into one line that says who is missing.
+
+        Other errors pass: a bug in the model, which may run inside (DDP sends during backward; a
+        GPU reports a fault where its result is waited for), keeps its traceback.
+        """
         try:
             yield
-        except (LostRank, torch.OutOfMemoryError):
-            raise
         except RuntimeError as error:
+            if not failed_to_communicate(error):
+                raise
             silent = self._silent_ranks()
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             how = re.sub(r"^\[\S+:\d+\] ", "", first_line)  # gloo begins with its source line
@@ -190,6 +196,16 @@ class Ranks:
             dist.destroy_process_group()
 
 
+def failed_to_communicate(error: RuntimeError) -> bool:
+    """Whether torch raised this because another rank, or the store, could not be reached.
+
+    The store and nccl have types of their own. Gloo raises plain RuntimeErrors, and begins their
+    messages with the place in its source: [.../gloo/transport/tcp/pair.cc:547].
+    """
+    gloo = re.match(r"\[\S*gloo\S*:\d+\] |Gloo connectFullMesh failed", str(error))
+    return isinstance(error, dist.DistError) or gloo is not None
+
+
 def _exit_code(error: BaseException) -> int:
     """What rank 0's process will exit with, so that the others can do the same."""
     if isinstance(error, SystemExit) and isinstance(error.code, int):
@@ -214,7 +230,14 @@ def join_ranks(mode: str, timeout: float) -> Ranks:
     if world == 1:
         return Ranks(timeout=timeout)
     rank, limit = int(os.environ["RANK"]), timedelta(seconds=timeout)
-    base, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=limit)))
+    try:
+        base, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=limit)))
+    except dist.DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise LostRank(
+            f"rank {rank} waited for the store at {where} (MASTER_ADDR:MASTER_PORT), joining the "
+            f"other ranks; {str(error).splitlines()[0]} (parallel.timeout={timeout:g} s)"
+        ) from error
     # After a restart by torchrun the store still holds the dead attempt's addresses.
     attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store = dist.PrefixStore(attempt, base)

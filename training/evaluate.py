@@ -113,5 +113,6 @@ def _score(
     targets = rows[1]
     counted = targets != IGNORE_INDEX
     lengths = torch.as_tensor(byte_lengths)[targets.clamp(min=0)] * counted
-    columns = [losses.double().cpu().sum(1), counted.sum(1).double(), lengths.sum(1).double()]
+    # Moved first: Apple GPUs have no float64.
+    columns = [losses.cpu().double().sum(1), counted.sum(1).double(), lengths.sum(1).double()]
     return torch.stack(columns, dim=1)

@@ -210,7 +210,8 @@ def build_setup(config: Config, model: GPT, ranks: Ranks, say: Say) -> Setup:
         grad_clip=config.optim.grad_clip,
     )
     if ranks.world > 1 and setup.reduction == "fast":
-        setup.ddp = DistributedDataParallel(model, broadcast_buffers=False)  # they never change
+        with ranks.waiting("comparing the shapes of the weights"):  # buffers never change
+            setup.ddp = DistributedDataParallel(model, broadcast_buffers=False)
     if config.run.compile:
         _compile(setup, config, say)
     return setup

@@ -149,11 +149,12 @@ def _backward(setup: Setup, batch: Batch, step: int, micro: int, divisor: float)
 def _exact_gradient(setup: Setup, batches: Sequence[Batch], step: int, divisor: int) -> float:
     """Leave the gradient in p.grad, summed in a tree that depends on M alone; returns the loss sum,
     which rides along."""
-    parameters = list(setup.model.parameters())
+    parameters = [p for p in setup.model.parameters() if p.requires_grad]  # others are frozen
     tree = TreeSum(len(batches))
     for micro, batch in zip(setup.local_micro, batches, strict=True):
         loss = _backward(setup, batch, step, micro, divisor)
-        tree.add([p.grad for p in parameters] + [loss])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        tree.add([*gradients, loss])
         setup.optimizers.zero_grad()
     what = f"step {step + 1}, gradients"
     *gradients, loss_sum = sum_over_ranks(tree.result(), setup.ranks, what)
