@@ -177,7 +177,7 @@ def _closed(writers: dict[str, ShardWriter]) -> list[Shard]:
 def _check_splits(plan: Plan, meta: Meta, partial: Path) -> None:
     """Refuse a split that nothing fell into, and leave nothing behind."""
     for number, source in enumerate(plan.sources):
-        for split in SPLITS:
+        for split in SPLITS if plan.config.val_fraction > 0 else ("train",):
             if not meta.of(split, number):
                 other = "" if plan.splits[number].mode == "tail" else "--split=tail, "
                 shutil.rmtree(partial)

@@ -72,8 +72,8 @@ class DataConfig:
         if not self.source.strip():
             found.append("data.source is empty: name a file, a folder, or stdlib")
         found += tokenizer_problems(self.tokenizer)
-        if not 0 < self.val_fraction < 1:
-            found.append(f"data.val_fraction={self.val_fraction}: must lie between 0 and 1")
+        if not 0 <= self.val_fraction < 1:
+            found.append(f"data.val_fraction={self.val_fraction}: must be 0 or more and below 1")
         if not self.text_field:
             found.append('data.text_field is empty: name the field, such as "text"')
         if self.global_batch < 1:

@@ -268,7 +268,9 @@ class Windows:
         self.context_length = context_length
         self.weights = meta.weights
         self.parts: list[PackedWindows | DocumentWindows] = []
-        for source in range(len(meta.weights)):
+        # A source may only train or only validate; one that is drawn from must be there.
+        drawn = range(len(meta.weights)) if split == "train" else ()
+        for source in drawn or sorted({shard.source for shard in meta.of(split)}) or [0]:
             stream = TokenStream(folder, meta, split, source)
             if stream.n_tokens < context_length + 1:
                 raise ConfigError(_too_short(meta, split, source, stream.n_tokens, context_length))

@@ -102,6 +102,17 @@ def test_a_mean_over_targets_is_no_mean_over_windows():
     assert measured(OneBadTarget(), windows).loss == pytest.approx(6 / 5)
 
 
+def test_the_losses_of_a_window_are_summed_in_float64():
+    """In float32, 2^24 + 1 is 2^24."""
+
+    class Uneven(torch.nn.Module):
+        def forward(self, tokens, targets, reduction):
+            return torch.tensor([[2.0**24, 1, 1, 1]]).expand(targets.shape)
+
+    windows = FewWindows([([0] * 4, [1] * 4)])
+    assert measured(Uneven(), windows).loss == (2**24 + 3) / 4
+
+
 def test_a_loss_beyond_what_exp_can_hold_is_infinitely_perplexed():
     assert Evaluation(loss=1000.0, tokens=1, bytes=1).perplexity == math.inf
     assert Evaluation(loss=2.0, tokens=3, bytes=0).bits_per_byte == pytest.approx(6 / math.log(2))
@@ -113,6 +124,7 @@ def test_a_loss_beyond_what_exp_can_hold_is_infinitely_perplexed():
 def test_windows_are_spread_evenly_and_the_same_each_time():
     assert choose_windows(10, 5) == [0, 2, 4, 6, 8]
     assert choose_windows(10, 3) == [0, 3, 6]
+    assert choose_windows(19, 10) == [0, 1, 3, 5, 7, 9, 11, 13, 15, 17]  # to the end of the text
     assert choose_windows(10, 0) == choose_windows(10, 10) == choose_windows(10, 99)
     assert choose_windows(10, 0) == list(range(10))
     assert choose_windows(1_000_000_007, 2) == [0, 500_000_003]

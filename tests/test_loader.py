@@ -225,7 +225,6 @@ def test_a_micro_batch_that_does_not_divide_is_refused(micro_batch):
         {"micro_batch": 0},
         {"micro_batch": -2},
         {"workers": -1},
-        {"val_fraction": 0.0},
         {"val_fraction": 1.0},
         {"val_fraction": -0.1},
         {"source": " "},

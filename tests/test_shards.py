@@ -388,6 +388,18 @@ def test_a_mixtures_windows_are_those_of_its_sources_one_after_the_other(tmp_pat
     assert [windows[i].tolist() for i in range(len(windows))] == expected
 
 
+def test_a_source_may_train_without_validating_and_not_the_other_way_round(tmp_path):
+    both = {"train": [random_ids(100)], "val": [random_ids(40, seed=1)]}
+    folder = make(tmp_path / "a", [{"train": [random_ids(50)]}, both])
+    assert len(Windows(folder, "train", 16).parts) == 2
+    val = Windows(folder, "val", 16)
+    assert len(val.parts) == 1
+    assert val.window(0).tolist() == random_ids(40, seed=1)[:17].tolist()
+    folder = make(tmp_path / "b", [{"val": [random_ids(50)]}, both])
+    with pytest.raises(ConfigError, match="train split of source 1 of the mixture has 0 tokens"):
+        Windows(folder, "train", 16)
+
+
 def test_a_source_of_a_mixture_that_is_too_short_is_named(tmp_path):
     folder = make(tmp_path, [{"train": [random_ids(100)]}, {"train": [random_ids(9)]}])
     with pytest.raises(ConfigError, match="source 2 of the mixture has 9 tokens"):

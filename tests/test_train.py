@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import sample
 import train
+from data.options import ConfigError
 from data.prepare import prepared_folder
 from data.shards import IGNORE_INDEX, Windows
 from training import run as run_module
@@ -285,6 +286,51 @@ def test_a_run_without_a_better_loss_stops_early_and_stays_finished(
     assert (tmp_path / "checkpoints/step-9").exists()
     assert train_tiny(tmp_path, **options) == 0
     assert "is finished at step 9: no better loss in 2 evaluations" in capsys.readouterr().out
+
+
+# Without validation
+
+
+def test_a_run_may_go_without_validation(train_tiny, tmp_path, monkeypatch, capsys):
+    reports = []
+    monkeypatch.setattr("training.observer.try_report", lambda *_: reports.append(1) or True)
+    options = {"val_fraction": 0, "max_steps": 6, "report": True}
+    assert train_tiny(tmp_path, **options) == 0
+    assert list(metrics(tmp_path, "loss")) == [1, 2, 4, 6]
+    assert metrics(tmp_path, "val_loss") == {}
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"step-4", "step-6"}
+    out = capsys.readouterr().out
+    assert "tokens to train, no validation" in out
+    assert "finished at step 6: all steps done\n" in out
+    assert "evaluation" not in out
+    snapshots = [json.loads(line) for line in (tmp_path / "snapshots.jsonl").open()]
+    assert [(s["step"], s["passage"]) for s in snapshots] == [(4, []), (6, [])]
+    assert len(reports) == 2
+    assert train_tiny(tmp_path, **options) == 0
+    assert "is finished at step 6" in capsys.readouterr().out
+    assert sample.main([str(tmp_path), "--max_new_tokens=3"]) == 0
+
+
+def test_validation_alone_changes_no_step(train_tiny, tmp_path):
+    """The same training text, with a validation text and without."""
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x): return x + 1\n" * 60)
+    options = {"source": text, "interval": 1, "max_steps": 3}
+    train_tiny(tmp_path / "with", **options, val_fraction=0.25)
+    text.write_text(text.read_text()[: int(60 * 23 * 0.75)])
+    train_tiny(tmp_path / "without", **options, val_fraction=0)
+    assert metrics(tmp_path / "with", "loss") == metrics(tmp_path / "without", "loss")
+
+
+def test_a_time_budget_needs_no_validation(train_tiny, tmp_path):
+    assert train_tiny(tmp_path, val_fraction=0, time_budget="0.5s", eval_interval=3) == 0
+    assert metrics(tmp_path, "loss")
+
+
+def test_patience_without_validation_is_refused(train_tiny, tmp_path):
+    with pytest.raises(ConfigError, match="run.patience=2.*val_fraction"):
+        train_tiny(tmp_path, val_fraction=0, patience=2)
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 # What goes wrong

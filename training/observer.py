@@ -89,7 +89,8 @@ class Observer:
         eager = torch.compiler.set_stance("force_eager") if config.run.compile else nullcontext()
         with eager:
             text = sample_text(model, tokenizer, prompt, seed=seed, tokens=SAMPLE_TOKENS)
-            passage = scored_passage(model, tokenizer, self.data.val, self.setup.precision)
+            val = self.data.val
+            passage = scored_passage(model, tokenizer, val, self.setup.precision) if val else []
         return {
             "step": step,
             "attempt": self.logger.attempt,

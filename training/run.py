@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from data.loader import Batch, BatchLoader, prefetch
+from data.shards import Windows
 from training.budget import Budget, fitted, open_budget, steps_at
 from training.checkpoint import Checkpoints, TrainState, model_tensors, replace_file
 from training.config import Config, to_json
@@ -220,23 +221,40 @@ def log_step(run: Run) -> None:
         rate,
         mfu,
         bits_per_byte=loss / math.log(2) / run.observer.bytes_per_token,
-        next_evaluation=min(run.max_steps, (step // interval + 1) * interval),
+        next_evaluation=min(run.max_steps, (step // interval + 1) * interval)
+        if run.data.val
+        else None,
     )
     run.observer.logged(entry, run.max_steps)
     run.tokens, run.seconds, run.waited = 0, 0.0, 0.0
 
 
 def run_evaluation(run: Run) -> None:
-    """Score the validation windows; a new best is saved. Leaves early if asked to stop.
+    """Score the validation windows, if there are any, then write samples and the report; a new best
+    is saved. Leaves early if asked to stop.
 
-    Raises NonFinite for a loss that is none.
+    Raises NonFinite if the loss is not finite.
     """
-    setup, config, state = run.setup, run.config, run.state
     began = time.perf_counter()
+    if run.data.val is None:
+        run.state.evaluated_at = run.state.step
+    else:
+        score(run, run.data.val)
+        if run.stopping:
+            return
+    if run.observer is not None:
+        run.observer.evaluated(run.state.step)
+    if run.budget is not None:
+        run.budget.evaluated(time.perf_counter() - began)
+
+
+def score(run: Run, windows: Windows) -> None:
+    """Measure and log the validation loss, and save if it is the best so far."""
+    setup, config, state = run.setup, run.config, run.state
     found = evaluate(
         setup.model,
-        run.data.val,
-        choose_windows(len(run.data.val), config.run.eval_windows),
+        windows,
+        choose_windows(len(windows), config.run.eval_windows),
         batch=windows_at_once(config),
         byte_lengths=run.data.byte_lengths,
         ranks=setup.ranks,
@@ -264,10 +282,6 @@ def run_evaluation(run: Run) -> None:
         run.observer.logged(entry, run.max_steps)
     if best:
         save(run, best=True)
-    if run.observer is not None:
-        run.observer.evaluated(state.step)
-    if run.budget is not None:
-        run.budget.evaluated(time.perf_counter() - began)
 
 
 def share_signal(run: Run) -> None:

@@ -40,10 +40,8 @@ def introduce(run: Run) -> None:
         f"model: {model.parameter_count():,} parameters, {config.model.n_layers} layers of width "
         f"{config.model.d_model}, vocabulary {config.model.vocab_size:,}"
     )
-    run.say(
-        f"data: {config.data.source}, {data.train.n_tokens:,} tokens to train, "
-        f"{data.val.n_tokens:,} to validate"
-    )
+    validates = f"{data.val.n_tokens:,} to validate" if data.val else "no validation"
+    run.say(f"data: {config.data.source}, {data.train.n_tokens:,} tokens to train, {validates}")
     run.say(
         f"steps: {count} of {n} x {T} = {n * T:,} tokens in {run.setup.n_micro} micro-batches"
         f"{epochs}, {config.optim.optimizer}; into {run.folder}"

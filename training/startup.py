@@ -109,7 +109,7 @@ class Data:
     folder: Path
     tokenizer: Tokenizer
     train: Windows
-    val: Windows
+    val: Windows | None  # None: nothing validates
     fingerprint: str
     byte_lengths: np.ndarray  # (V,)
 
@@ -126,7 +126,14 @@ def open_data(config: Config, ranks: Ranks, say: Say) -> Data:
     check_tokenizer(folder, meta)
     tokenizer = load_tokenizer(folder / "tokenizer")
     kind = config.data.windows, config.data.document_mask
-    train, val = Windows(folder, "train", T, *kind), Windows(folder, "val", T, *kind)
+    train = Windows(folder, "train", T, *kind)
+    validates = meta.of("val") or config.data.val_fraction > 0  # asked for, it must be there
+    val = Windows(folder, "val", T, *kind) if validates else None
+    if val is None and config.run.patience:
+        raise ConfigError(
+            f"run.patience={config.run.patience}: counts evaluations, and nothing validates; give "
+            "--val_source=TEXT or a --val_fraction above 0, or leave --patience out"
+        )
     lengths = np.asarray(tokenizer.byte_lengths())
     return Data(folder, tokenizer, train, val, meta.fingerprint, lengths)
 
