@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,20 @@ def test_every_window_of_a_step_is_shown_with_its_text(command, trained):
         assert tokenizer.decode(row) in text
     assert "micro-batch 1, row 0: window" in out
     assert out.startswith("step 4: loss ")  # it was logged
+
+
+def test_a_step_whose_loss_is_not_finite_is_shown(command, trained):
+    lines = (trained / "metrics.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    for entry in entries:
+        if entry["step"] == 4 and "loss" in entry:
+            entry["loss"] = entry["grad_norm"] = None  # as the log has nan and inf
+    damaged = [{"step": 4, "attempt": 1, "loss": "x"}, {"step": "4", "loss": 1.0}]
+    text = "".join(json.dumps(entry) + "\n" for entry in entries + damaged)
+    (trained / "metrics.jsonl").write_text(text)
+    code, out, err = command(batch.main, trained, "--step=4")
+    assert (code, err) == (0, "")
+    assert out.startswith("step 4: loss not finite, gradient norm not finite\n--- micro-batch 0")
 
 
 def test_later_epochs_say_how_far_the_grid_is_moved(command, trained):

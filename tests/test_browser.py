@@ -14,6 +14,7 @@ import torch
 from runlib import PASSAGE, write_run
 
 from tools import attention
+from training.history import read_history
 from training.report import write_report
 from training.weights import load_for_sampling
 
@@ -69,7 +70,7 @@ def errors(browser) -> list[str]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("browser") / "demo")
-    return write_report([folder], folder / "report.html")
+    return write_report([read_history(folder)], folder / "report.html")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -226,7 +227,8 @@ def test_the_config_can_be_cut_to_what_differs(browser, report):
 
 def test_two_runs_in_one_page(browser, tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=100, seed=7)
-    open_page(browser, write_report([a, b], tmp_path / "both.html"), PHONE, dark=True)
+    both = write_report([read_history(a), read_history(b)], tmp_path / "both.html")
+    open_page(browser, both, PHONE, dark=True)
     assert errors(browser) == []
     lines = browser.execute_script(
         "return plots().find((p) => p.name === 'loss-linear').renderers.length"

@@ -14,18 +14,19 @@ import pytest
 import torch
 from runlib import PASSAGE, write_run
 
+import training.folder
 from data.options import ConfigError
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
 from tools import report as report_tool
 from training import page
-from training.config import from_json
+from training.config import Config, from_json
+from training.folder import read_lines
 from training.history import (
-    add_progress,
-    interpolator,
-    latest_of_each_step,
+    BATCH,
+    History,
+    Thinned,
     read_history,
-    read_lines,
     smoothed,
     thinned,
 )
@@ -39,7 +40,7 @@ from training.weights import load_for_sampling
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("written") / "demo")
-    return write_report([folder], folder / "report.html")
+    return write_report([read_history(folder)], folder / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +55,29 @@ def without_scripts(text: str) -> str:
 # Figures
 
 
-def test_progress_by_hand():
-    # 100 tokens a step: 10 steps at 50 tokens a second are 20 s; 5 more at 100 are 5 s.
-    entries = [
-        {"step": 10, "tokens_per_second": 50.0},
+@pytest.mark.parametrize("counted", [True, False])
+def test_tokens_and_seconds_by_hand(tmp_path, counted):
+    """Short documents fill a tenth of each window: what is trained on counts, not the padding."""
+    per_step = 51 if counted else 512  # 8 windows of 64
+    # 10 steps in 20 s, and 5 more in 5 s; then a resume from step 12 at half the speed.
+    lines = [
+        {"step": 10, "loss": 3.0, "tokens": 10 * per_step, "tokens_per_second": per_step / 2},
         {"step": 10, "val_loss": 1.0},
-        {"step": 15, "tokens_per_second": 100.0},
+        {"step": 15, "loss": 3.0, "tokens": 15 * per_step, "tokens_per_second": per_step},
+        {"step": 12, "start": {}, "attempt": 2},
+        {"step": 16, "loss": 2.0, "tokens": 16 * per_step, "tokens_per_second": per_step / 2},
     ]
-    add_progress(entries, 100)
-    assert [entry["tokens"] for entry in entries] == [1000, 1000, 1500]
-    assert [entry["seconds"] for entry in entries] == [20.0, 20.0, 25.0]
-    seconds = interpolator(entries)
-    assert [seconds(step) for step in (0, 5, 10, 12, 15, 99)] == [0.0, 10.0, 20.0, 22.0, 25.0, 25.0]
+    if not counted:  # a log from before tokens were counted
+        lines = [{k: v for k, v in line.items() if k != "tokens"} for line in lines]
+    folder = write_run(tmp_path / "run", steps=0)
+    history, seen = read_history(folder), []
+    for line in lines:
+        append_snapshot(folder / "metrics.jsonl", line)
+        history.update()
+        last = (history.evaluations if "val_loss" in line else history.steps)[-1]
+        seen.append((last["step"], last["tokens"] / per_step, last["seconds"]))
+    # The attempt before had logged step 15, beyond the checkpoint: from step 10 it is 6 steps.
+    assert seen == [(10, 10, 20), (10, 10, 20), (15, 15, 25), (10, 10, 20), (16, 16, 32)]
 
 
 def test_smoothing_by_hand():
@@ -84,13 +96,97 @@ def test_thinning_keeps_spikes_and_ends():
     assert thinned([None] * 1000, 100) == [0, 999]
 
 
-def test_a_later_attempt_replaces_an_earlier_one():
+def test_a_later_attempt_replaces_an_earlier_one(tmp_path):
+    folder = write_run(tmp_path / "run", steps=0)
+    for step, text in [(1, "a"), (2, "b"), (2, "c")]:
+        append_snapshot(folder / "snapshots.jsonl", {"step": step, "sample": text})
+    assert [entry["sample"] for entry in read_history(folder).snapshots] == ["a", "c"]
+
+
+@pytest.fixture
+def long_history(tmp_path, monkeypatch) -> History:
+    """10,000 logged steps and 1,000 evaluations in at most 40 stretches, with a few spikes."""
+    monkeypatch.setattr("training.history.MOST_STRETCHES", 40)
+    history = History(tmp_path, Config())
+    rng = np.random.default_rng(1)
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step, noise in enumerate(rng.random(10_000), start=1):
+            figures = {"loss": 3 + noise, "grad_norm": 1 + noise, "lr": 1e-3, "mfu": 0.4}
+            figures |= {"tokens_per_second": 1000.0, "tokens": step}
+            figures |= {1234: {"loss": 99.0}, 5678: {"grad_norm": 77.0}}.get(step, {})
+            figures |= {7777: {"loss": None}, 8888: {"tokens_per_second": 1.0}}.get(step, {})
+            file.write(json.dumps({"step": step, **figures}) + "\n")
+            if step % 10 == 0:
+                loss = 0.5 if step == 4320 else 3 + noise
+                file.write(json.dumps({"step": step, "val_loss": loss}) + "\n")
+    with (tmp_path / "snapshots.jsonl").open("w") as file:
+        file.writelines(f'{{"step": {step}, "sample": "x"}}\n' for step in range(10, 10_001, 10))
+    return history
+
+
+def test_a_long_log_is_thinned_as_it_is_read_and_keeps_its_spikes(long_history):
+    history = long_history
+    history.update()
+    kept = {entry["step"]: entry for entry in history.steps}
+    assert {1234, 5678, 8888, 10_000} <= kept.keys()
+    assert 20 <= len(history.training.stretches) <= 40
+    assert len(kept) <= 40 * 2 * len(history.training.columns) + 1
+    assert len(history.training.fresh) < BATCH
+    assert [*kept] == sorted(kept)
+    assert (history.best["step"], history.best["val_loss"]) == (4320, 0.5)
+    assert len(history.evaluations) <= 40 * 4 + 1
+    assert history.last_step == 10_000
+    # Means are of all entries of a stretch, not of its extremes.
+    means = [stretch.mean for stretch in history.training.stretches]
+    assert means[-2] == pytest.approx(3.5, abs=0.1)
+    assert sum(stretch.count for stretch in history.training.stretches) == 10_000
+    # 9,999 tokens at 1,000 per second, and one at 1 per second
+    assert history.steps[-1]["seconds"] == pytest.approx(10.999)
+    steps = [snapshot["step"] for snapshot in history.snapshots]
+    assert (steps[0], steps[-1]) == (10, 10_000)
+    assert 12 <= len(steps) <= 24
+    assert max(np.diff(steps)) <= 4 * min(np.diff(steps))
+
+
+def test_an_attempt_that_goes_back_drops_what_was_beyond(long_history, tmp_path):
+    long_history.update()
+    append_snapshot(tmp_path / "metrics.jsonl", {"step": 5000, "attempt": 2, "start": {}})
+    long_history.update()
+    assert 4900 < long_history.last_step <= 5000
+    append_snapshot(tmp_path / "metrics.jsonl", {"step": 4000, "attempt": 2, "loss": 1.0})
+    append_snapshot(tmp_path / "metrics.jsonl", {"step": 4000, "attempt": 2, "val_loss": 2.0})
+    append_snapshot(tmp_path / "snapshots.jsonl", {"step": 4000, "attempt": 2, "sample": "new"})
+    long_history.update()
+    assert long_history.last_step == 4000
+    assert long_history.steps[-1]["loss"] == 1.0
+    assert max(entry["step"] for entry in long_history.steps[:-1]) < 4000
+    assert long_history.best["step"] == 4000  # 0.5 at step 4,320 is no longer part of the run
+    assert long_history.snapshots[-1]["sample"] == "new"
+    assert 1234 in {entry["step"] for entry in long_history.steps}
+
+
+def test_a_history_of_one_stretch_can_be_cut_to_nothing():
+    thinned_log = Thinned("loss")
+    for step in (1, 2, 3):
+        thinned_log.add({"step": step, "loss": 1.0})
+    thinned_log.cut(0)
+    assert (thinned_log.rows(), thinned_log.last) == (([], []), None)
+
+
+def test_a_running_process_reads_each_line_of_its_log_once(train_tiny, tmp_path, monkeypatch):
+    read = []
+    parse = training.folder.parse_line
+    monkeypatch.setattr("training.folder.parse_line", lambda line: read.append(line) or parse(line))
+    monkeypatch.setattr("training.report.draw", lambda histories: 1 / 0)
+    monkeypatch.setattr("training.observer.SAMPLE_TOKENS", 2)
+    options = {"report": True, "eval_interval": 1, "interval": 1, "checkpoint_interval": 100}
+    assert train_tiny(tmp_path / "run", **options) == 0
     lines = [
-        {"step": 1, "attempt": 1, "sample": "a"},
-        {"step": 2, "attempt": 1, "sample": "b"},
-        {"step": 2, "attempt": 2, "sample": "c"},
+        line
+        for name in ("metrics.jsonl", "snapshots.jsonl")
+        for line in (tmp_path / "run" / name).read_bytes().splitlines(keepends=True)
     ]
-    assert [entry["sample"] for entry in latest_of_each_step(iter(lines))] == ["a", "c"]
+    assert sorted(read) == sorted(lines)
 
 
 def test_the_tiles_of_a_run(text):
@@ -166,7 +262,9 @@ def test_the_command_to_go_on_does_not_start_anew():
 
 def test_two_runs_are_overlaid(tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=100, seed=7)
-    text = write_report([a, b], tmp_path / "both.html").read_text(encoding="utf-8")
+    text = write_report([read_history(a), read_history(b)], tmp_path / "both.html").read_text(
+        encoding="utf-8"
+    )
     assert "<title>a + b</title>" in text
     assert "<tr><td>run.seed</td><td>1</td><td>7</td></tr>" in text
     assert "200 of 200" in text
@@ -179,7 +277,7 @@ def test_two_runs_are_overlaid(tmp_path):
 
 def test_a_run_that_has_only_begun(tmp_path):
     folder = write_run(tmp_path / "new", steps=0)
-    text = write_report([folder], folder / "report.html").read_text(encoding="utf-8")
+    text = write_report([read_history(folder)], folder / "report.html").read_text(encoding="utf-8")
     assert "step 0 of 200, 0%" in text
 
 
@@ -189,7 +287,7 @@ def test_losses_that_are_no_numbers(tmp_path):
     lines = lines.replace('"val_loss": ', '"val_loss": null, "x": ')
     lines = re.sub(r'"loss": [\d.]+', '"loss": null', lines, count=5)
     (folder / "metrics.jsonl").write_text(lines + '{"step": 3, "torn')
-    text = write_report([folder], folder / "report.html").read_text(encoding="utf-8")
+    text = write_report([read_history(folder)], folder / "report.html").read_text(encoding="utf-8")
     assert "<b>-</b><span>validation loss" in text
 
 
@@ -214,7 +312,7 @@ def test_many_snapshots_are_thinned_to_the_ends_and_between():
 def test_a_missing_library_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bokeh.embed", None)
     said = []
-    assert try_report(write_run(tmp_path / "run"), said.append) is False
+    assert try_report(read_history(write_run(tmp_path / "run")), said.append) is False
     (line,) = said
     assert "pip install bokeh" in line
     assert not (tmp_path / "run" / "report.html").exists()
@@ -224,7 +322,7 @@ def test_whatever_goes_wrong_is_one_line(tmp_path):
     folder = write_run(tmp_path / "run")
     (folder / "report.html").mkdir()
     said = []
-    assert try_report(folder, said.append) is False
+    assert try_report(read_history(folder), said.append) is True  # the next may succeed
     assert len(said) == 1
     assert "\n" not in said[0]
     assert list(folder.glob(".tmp-*")) == []

@@ -22,6 +22,7 @@ from training import run as run_module
 from training.config import from_json
 from training.evaluate import Evaluation
 from training.folder import read_metrics
+from training.state import TrainState, state_from_json
 from training.step import NonFinite
 from training.weights import load_for_sampling
 
@@ -71,6 +72,48 @@ def test_a_line_holds_all_that_was_promised(trained_once):
     assert train_line.keys() >= names
     assert {line["attempt"] for line in lines} == {1}
     assert all(line["mfu"] <= 1 for line in lines if "mfu" in line)
+
+
+def test_tokens_are_those_trained_on_over_a_resume(train_tiny, tmp_path, monkeypatch):
+    """Documents of 6 characters in windows of 16: the padding is not training."""
+    (tmp_path / "docs.jsonl").write_text("".join(f'{{"text": "f{i:04}."}}\n' for i in range(200)))
+    counted, step = [], run_module.train_step
+
+    def counting(*args):
+        counted.append(step(*args))
+        return counted[-1]
+
+    monkeypatch.setattr(run_module, "train_step", counting)
+    options = {
+        "source": tmp_path / "docs.jsonl",
+        "prepared_dir": tmp_path / "prepared",
+        "windows": "document",
+        "checkpoint_interval": 3,
+        "interval": 2,
+    }
+    assert train_tiny(tmp_path / "run", max_steps=3, **options) == 0
+    assert train_tiny(tmp_path / "run", max_steps=8, resume="must", **options) == 0
+    totals = metrics(tmp_path / "run", "tokens")
+    assert totals == {
+        step: sum(found.tokens for found in counted[:step]) for step in (1, 2, 3, 4, 6, 8)
+    }
+    assert 0 < totals[8] < 8 * 4 * 16
+
+
+def test_a_run_from_before_tokens_were_counted_goes_on_without(train_tiny, trained, monkeypatch):
+    """Its checkpoint does not say how many there were: a wrong total would be worse than none."""
+    state = json.loads((trained / "checkpoints/step-8/state.json").read_text())
+    assert state["tokens"] == 8 * 4 * 16
+    with pytest.raises(ValueError, match="out of range"):
+        state_from_json({**state, "tokens": -1})
+
+    def older(saved: dict) -> TrainState:
+        return state_from_json({name: saved[name] for name in saved if name != "tokens"})
+
+    monkeypatch.setattr("training.checkpoint.state_from_json", older)
+    assert train_tiny(trained, max_steps=10, resume="must") == 0
+    assert list(metrics(trained, "tokens")) == [1, 2, 4, 6, 8]
+    assert max(metrics(trained, "loss")) == 10
 
 
 def test_every_evaluation_is_logged_in_three_units(trained_once):

@@ -38,17 +38,29 @@ class BatchOptions:
 def main(argv: list[str]) -> int:
     """Print each window of the step."""
     options, (run,) = parse_options(argv, BatchOptions, usage=USAGE, positionals=["RUN"])
-    from training.history import read_history
+    from training.history import read_config
 
-    history = read_history(Path(run))
-    folder = data_folder(Path(run), history.config)
-    entry = next((e for e in history.steps if e["step"] == options.step), None)
-    if entry is not None:
-        loss, norm = entry["loss"], entry["grad_norm"]
-        print(f"step {options.step}: loss {loss:.4f}, gradient norm {norm:.4f}")
-    for place, text in windows_of(history.config, folder, options.step):
+    config = read_config(Path(run))
+    folder = data_folder(Path(run), config)
+    for line in logged(Path(run), options.step):
+        print(line)
+    for place, text in windows_of(config, folder, options.step):
         print(f"--- {place}\n{shortened(text, options.chars)}")
     return 0
+
+
+def logged(run: Path, step: int) -> Iterator[str]:
+    """Yield what each attempt logged of an update, in words; a later one did it again."""
+    from training.folder import read_lines
+    from training.history import METRICS
+
+    for entry in read_lines(run / METRICS):
+        if entry["step"] == step and "loss" in entry:
+            loss, norm = (
+                "not finite" if value is None else f"{value:.4f}"
+                for value in (entry["loss"], entry.get("grad_norm"))
+            )
+            yield f"step {step}: loss {loss}, gradient norm {norm}"
 
 
 def data_folder(run: Path, config: Config) -> Path:

@@ -24,7 +24,7 @@ class ReportOptions:
 def main(argv: list[str]) -> int:
     """Write the report and say where it is."""
     options, runs = parse_options(argv, ReportOptions, usage=USAGE, positionals=["RUN..."])
-    from training.history import REPORT
+    from training.history import REPORT, read_history
     from training.report import check_page, write_report
 
     folders = [Path(run) for run in runs]
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     if path != folders[0] / REPORT:  # that one is the run's own
         check_page(path)
     try:
-        write_report(folders, path)
+        write_report([read_history(folder) for folder in folders], path)
     except ImportError as error:
         raise ConfigError(
             f"a report needs the package bokeh: pip install bokeh ({error})"

@@ -28,9 +28,11 @@ class Adviser:
         self.config, self.n_windows = config, n_windows
         self.guessing = math.log(vocab_size)
         self.said: set[str] = set()
-        self.losses: list[float] = []  # training's, since the last evaluation
+        self.loss_sum, self.n_losses = 0.0, 0  # training's, since the last evaluation
         self.waits: list[float] = []  # the last shares of a step spent waiting for data
-        self.evaluations: list[tuple[float, float]] = []  # (validation, training before it)
+        self.evaluations: list[tuple[float, float]] = []  # (validation, training before it): three
+        self.best = (math.inf, math.inf)  # the best of all
+        self.has_learned = False  # the training loss was below that of guessing
 
     def see(self, entry: dict[str, Any], max_steps: int) -> list[Advice]:
         """What one more line of metrics.jsonl, of a run of `max_steps`, gives reason to say.
@@ -61,9 +63,9 @@ class Adviser:
         loss, step = entry.get("loss"), entry["step"]
         if loss is None:
             return []
-        self.losses.append(loss)
+        self.loss_sum, self.n_losses = self.loss_sum + loss, self.n_losses + 1
         first = max(max_steps / 10, self.config.schedule.warmup_steps + SETTLED_STEPS)
-        if step < first or loss < NEAR_GUESSING * self.guessing or self._has_learned():
+        if step < first or loss < NEAR_GUESSING * self.guessing or self.has_learned:
             return []
         return [
             (
@@ -74,15 +76,14 @@ class Adviser:
             )
         ]
 
-    def _has_learned(self) -> bool:
-        return any(training < NEAR_GUESSING * self.guessing for _, training in self.evaluations)
-
     def _overfitting(self, entry: dict[str, Any]) -> list[Advice]:
-        if entry["val_loss"] is None or not self.losses:
+        if entry["val_loss"] is None or not self.n_losses:
             return []
-        self.evaluations.append((entry["val_loss"], sum(self.losses) / len(self.losses)))
-        self.losses = []
-        best = min(self.evaluations)
+        training = self.loss_sum / self.n_losses
+        self.loss_sum, self.n_losses = 0.0, 0
+        self.has_learned = self.has_learned or training < NEAR_GUESSING * self.guessing
+        self.evaluations = [*self.evaluations, (entry["val_loss"], training)][-3:]
+        self.best = best = min(self.best, self.evaluations[-1])
         last_two = self.evaluations[-2:]
         rises = all(validation > (1 + RISE) * best[0] for validation, _ in last_two)
         falls = all(training < best[1] for _, training in last_two)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from training.history import Entry, History, interpolator, smoothed, thinned
+from training.history import Entry, History, thinned
 
 Figure = Any  # bokeh's; bokeh is imported where it is used: a run can do without
 
@@ -76,10 +76,8 @@ def loss_figure(histories: Sequence[History], axis: str) -> Figure:
     plot = new_figure(f"loss-{axis}", 380, y_axis_type=axis)
     for number, history in enumerate(histories):
         train, validation = colours_of(number, len(histories))
-        rows = drawn_rows(history.steps, "loss")
-        # Over less than a point, as with few of them, this changes nothing.
-        half_life = max(1, len(history.steps)) / 150
-        smooth = smoothed([entry["loss"] for entry in history.steps], half_life)
+        entries, smooth = history.training.rows()
+        rows = drawn_rows(entries, "loss")
         rows["smooth"] = [smooth[i] for i in rows.pop("index")]
         hover = [*TIMES, ("loss", "@loss{0.0000}"), ("smoothed", "@smooth{0.0000}")]
         columns = source(rows, history)
@@ -189,16 +187,18 @@ def add_hover(plot: Figure, line: Any, tips: list[tuple[str, str]], mode: str) -
 
 def add_events(plot: Figure, history: History) -> None:
     """Vertical lines where the run was taken up again, and where it said something."""
-    minutes = interpolator(history.steps)
-    per_step = history.config.data.global_batch * history.config.model.context_length
+    import numpy as np
+
+    logged = [{"step": 0, "tokens": 0, "seconds": 0.0}, *history.steps]
+    known = {name: [entry[name] for entry in logged] for name in ("step", "tokens", "seconds")}
     kinds = [(START_COLOUR, restart_texts(history)), (NOTE_COLOUR, note_texts(history))]
     for colour, events in kinds:
         if events:
             steps = [step for step, _ in events]
             columns = {
                 "step": steps,
-                "tokens": [step * per_step / 1e6 for step in steps],
-                "minutes": [minutes(step) / 60 for step in steps],
+                "tokens": np.interp(steps, known["step"], known["tokens"]) / 1e6,
+                "minutes": np.interp(steps, known["step"], known["seconds"]) / 60,
                 "text": [text for _, text in events],
             }
             lines = plot.vspan("step", source=source(columns, history), color=colour)

@@ -7,8 +7,9 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from data.command import make_folder
 from data.options import ConfigError
@@ -74,39 +75,130 @@ def move_aside(folder: Path) -> Path:
     return aside
 
 
-def next_attempt(metrics: Path) -> int:
-    """1 for a new run; else one more than the last attempt that metrics.jsonl tells of."""
+# metrics.jsonl and snapshots.jsonl: one JSON object per line, appended to by every process that
+# works on the run. They are beside the loop: a line that a kill tore or a disk damaged is left out.
+
+LONGEST_LINE = 1 << 24  # bytes; a longer one is damage and is never held as a whole
+EVENTS = {"start", "note", "fit"}  # what is neither figures of a step nor of an evaluation
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def is_figure(value: Any) -> bool:
+    """A finite number; None stands for one that was not."""
+    return value is None or (type(value) in (int, float) and abs(value) < 1e300)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_time(value: Any) -> bool:
+    """Seconds since 1970."""
+    return type(value) in (int, float) and 0 <= value < 1e11
+
+
+def is_start(value: Any) -> bool:
+    """The start of a process: its command and surroundings."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("command", ""), str)
+        and all(isinstance(value.get(name, {}), dict) for name in ("data", "environment"))
+    )
+
+
+def is_passage(value: Any) -> bool:
+    """[text, loss, [[text, chance], ...]] per token."""
+
+    def is_pair(pair: Any) -> bool:
+        return isinstance(pair, list) and [*map(type, pair)] in ([str, float], [str, int])
+
+    return isinstance(value, list) and all(
+        isinstance(token, list)
+        and is_pair(token[:2])
+        and len(token) == 3
+        and isinstance(token[2], list)
+        and all(map(is_pair, token[2]))
+        for token in value
+    )
+
+
+FIGURES = ["loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "data_wait", "skipped"]
+FIGURES += ["val_loss", "perplexity", "bits_per_byte"]
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(["step", "attempt", "fit"], is_count),
+    **dict.fromkeys(FIGURES, is_figure),
+    **dict.fromkeys(["note", "prompt", "sample"], is_text),
+    "time": is_time,
+    "start": is_start,
+    "passage": is_passage,
+}
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the entry of one line, or None if it is torn, damaged or of wrong types."""
     try:
-        with open(metrics, "rb") as file:
-            file.seek(max(0, os.path.getsize(metrics) - (1 << 16)))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(entry, dict) or "step" not in entry:
+        return None
+    entry.setdefault("attempt", 0)
+    for name, value in entry.items():
+        if name in CHECKS and not CHECKS[name](value):
+            return None
+    return entry
+
+
+def read_entries(file: BinaryIO) -> Iterator[dict[str, Any]]:
+    """Yield the entries of an open .jsonl file from its present position on, one at a time."""
+    for line in iter(lambda: file.readline(LONGEST_LINE), b""):
+        if (entry := parse_line(line)) is not None:
+            yield entry
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a .jsonl file; a missing file has none."""
+    if path.exists():
+        with open(path, "rb") as file:
+            yield from read_entries(file)
+
+
+def next_attempt(metrics: Path) -> int:
+    """Return 1 for a new run, else one more than the last attempt in metrics.jsonl.
+
+    The file is read from its end, block by block: however much of the end is damaged, a run that
+    has begun does not count as a new one.
+    """
+    if not metrics.exists():
         return 1
-    for line in reversed(lines):  # the last one may be torn
-        try:
-            return int(json.loads(line)["attempt"]) + 1
-        except (ValueError, KeyError, TypeError):
-            continue
+    with open(metrics, "rb") as file:
+        start, rest = file.seek(0, os.SEEK_END), b""
+        while start > 0:
+            size = min(start, 1 << 16)
+            start = file.seek(start - size)
+            lines = (file.read(size) + rest).split(b"\n")
+            rest = lines.pop(0) if start else b""  # the line may begin in the block before
+            rest = rest if len(rest) < 1 << 20 else b""  # no line of metrics.jsonl is that long
+            for entry in map(parse_line, reversed(lines)):
+                if entry is not None and entry["attempt"]:
+                    return entry["attempt"] + 1
     return 1
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """The figures of metrics.jsonl, one line per step and kind: of each step the highest attempt.
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The figures of metrics.jsonl, one entry per step and kind: of each step the highest attempt.
 
-    Events (the start of a process, notes, fits) are left to training.history, and a line that is
-    torn (a kill while it was written) is left out. What a later attempt did again replaces what it
-    was.
+    Events (the start of a process, notes, fits) are left to training.history. What a later attempt
+    did again replaces what it was.
     """
-    best: dict[tuple[int, bool], dict] = {}
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-                key = (int(entry["step"]), "val_loss" in entry)
-            except (ValueError, KeyError, TypeError):
-                continue
-            if entry.keys() & {"start", "note", "fit"}:
-                continue
-            if key not in best or entry.get("attempt", 0) >= best[key].get("attempt", 0):
-                best[key] = entry
+    best: dict[tuple[int, bool], dict[str, Any]] = {}
+    for entry in read_lines(path):
+        key = (entry["step"], "val_loss" in entry)
+        if entry.keys() & EVENTS:
+            continue
+        if key not in best or entry["attempt"] >= best[key]["attempt"]:
+            best[key] = entry
     return [best[key] for key in sorted(best)]

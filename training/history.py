@@ -1,50 +1,162 @@
-"""What a run's folder tells of the run: its curves, its events, what it said at each evaluation.
+"""The history of a run, read from its folder: curves, events, samples.
 
-    metrics.jsonl     figures (read by training.folder.read_metrics) and events: the start of each
-                      process with its surroundings, warnings, changes of the budget
+    metrics.jsonl     figures and events: the start of each process with its surroundings, warnings,
+                      changes of the budget
     snapshots.jsonl   a sample and a scored passage for each evaluation
     run.json          the config
 
-Everything is read from files, so that a report can be made while the run goes on, and after it.
+Everything is read from files, so a report can be made during the run and after it. A long log is
+thinned while it is read: what is kept does not grow with its length.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from data.options import ConfigError
 from training.config import Config, from_json
-from training.folder import read_metrics
+from training.folder import read_entries
 
 METRICS, SNAPSHOTS, REPORT = "metrics.jsonl", "snapshots.jsonl", "report.html"
+MOST_STRETCHES = 1500  # of a log, at the most; half of them at the least, once it is long
+MOST_EVENTS = 200  # kept of each kind, the newest
+MOST_SNAPSHOTS = 12  # evenly spread ones that a report shows
+BATCH = 1024  # entries thinned at once
 Entry = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class History:
-    """One run as its folder has it. Each list is in the order of steps."""
+class Thinned:
+    """A log in at most MOST_STRETCHES stretches of equal length, of each the extremes.
 
-    folder: Path
-    config: Config
-    steps: list[Entry]  # what was logged of training, with `tokens` and `seconds` so far
-    evaluations: list[Entry]  # the same of validation
-    starts: list[Entry]  # one for each process that worked on it
-    notes: list[Entry]  # warnings, with their text under "note"
-    fits: list[Entry]  # of a time budget: the length of the run from a step on, under "fit"
-    snapshots: list[Entry]
+    Of each stretch the entries with the lowest and the highest value of each column are kept:
+    leaving out every other point would lose the spikes that one looks for. Where stretches become
+    too many, neighbours are merged. An entry of a step that is already there replaces it and all
+    that follows: a later attempt did it again.
+    """
+
+    def __init__(self, *columns: str) -> None:
+        self.columns = columns
+        self.size = 1  # entries in a full stretch
+        self.stretches: list[Stretch] = []
+        self.fresh: list[Entry] = []  # not yet in a stretch
+        self.last: Entry | None = None
+
+    def add(self, entry: Entry) -> None:
+        """Append an entry; `cut` first if its step is not a new one."""
+        self.fresh.append(entry)
+        self.last = entry
+        if len(self.fresh) >= min(self.size, BATCH):
+            self._gather()
+
+    def cut(self, step: int) -> None:
+        """Forget everything from `step` on."""
+        if self.last is None or self.last["step"] < step:
+            return
+        self._gather()
+        while self.stretches and self.stretches[-1].entries[-1]["step"] >= step:
+            stretch = self.stretches.pop()
+            self.fresh = [entry for entry in stretch.entries if entry["step"] < step] + self.fresh
+        self.last = (self.fresh or (self.stretches[-1].entries if self.stretches else [None]))[-1]
+
+    def _gather(self) -> None:
+        """Put the fresh entries into the last stretch, or into a new one if that is full."""
+        if not self.fresh:
+            return
+        new, self.fresh = Stretch(self.fresh, self.columns), []
+        if self.stretches and self.stretches[-1].count + new.count <= self.size:
+            new = self.stretches.pop().joined(new, self.columns)
+        self.stretches.append(new)
+        if len(self.stretches) > MOST_STRETCHES:
+            self.size *= 2
+            pairs = zip(self.stretches[::2], self.stretches[1::2], strict=False)
+            odd = self.stretches[len(self.stretches) // 2 * 2 :]
+            self.stretches = [left.joined(right, self.columns) for left, right in pairs] + odd
+
+    def rows(self) -> tuple[list[Entry], list[float | None]]:
+        """The entries kept, and for each the smoothed mean of the first column around it."""
+        self._gather()
+        # Over less than a point, as with few of them, this changes nothing.
+        half_life = max(1, len(self.stretches)) / 150
+        means = smoothed([stretch.mean for stretch in self.stretches], half_life)
+        pairs = [
+            (entry, mean)
+            for stretch, mean in zip(self.stretches, means, strict=True)
+            for entry in stretch.entries
+        ]
+        if self.last is not None and pairs[-1][0] is not self.last:
+            pairs.append((self.last, means[-1]))
+        return [entry for entry, _ in pairs], [mean for _, mean in pairs]
+
+
+class Stretch:
+    """Consecutive entries of a log: how many, the mean of the first column, and the extremes."""
+
+    def __init__(self, entries: list[Entry], columns: Sequence[str]) -> None:
+        values = [entry[columns[0]] for entry in entries if entry.get(columns[0]) is not None]
+        self.count, self.finite, self.total = len(entries), len(values), math.fsum(values)
+        self.entries = extremes(entries, columns)
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.finite if self.finite else None
+
+    def joined(self, other: Stretch, columns: Sequence[str]) -> Stretch:
+        """This one and the next as one."""
+        both = Stretch([*self.entries, *other.entries], columns)
+        both.count, both.finite = self.count + other.count, self.finite + other.finite
+        both.total = self.total + other.total
+        return both
+
+
+def extremes(entries: list[Entry], columns: Sequence[str]) -> list[Entry]:
+    """The entries with the lowest and the highest value of each column, in the order of steps."""
+    if len(entries) <= 1:
+        return entries
+    kept: dict[int, Entry] = {}
+    for column in columns:
+        known = [entry for entry in entries if entry.get(column) is not None]
+        if known:
+            for chosen in (min, max):
+                entry = chosen(known, key=itemgetter(column))
+                kept[entry["step"]] = entry
+    return [kept[step] for step in sorted(kept)] or entries[:1]
+
+
+class History:
+    """One run, as far as `update` has read its folder. Lists are in the order of steps."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self.folder, self.config = folder, config
+        self.training = Thinned("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
+        self.validation = Thinned("val_loss", "bits_per_byte")
+        self.starts: list[Entry] = []  # one for each process that worked on it
+        self.notes: list[Entry] = []  # warnings, with their text under "note"
+        self.fits: list[Entry] = []  # the length of a run with a time budget, under "fit"
+        self.snapshots: list[Entry] = []  # thinned as well
+        self.offsets = {METRICS: 0, SNAPSHOTS: 0}  # bytes read so far
 
     @property
     def name(self) -> str:
         return self.folder.name
 
     @property
+    def steps(self) -> list[Entry]:
+        """Logged training steps, thinned, with `tokens` and `seconds` of training so far."""
+        return self.training.rows()[0]
+
+    @property
+    def evaluations(self) -> list[Entry]:
+        """Evaluations, thinned, with the same."""
+        return self.validation.rows()[0]
+
+    @property
     def last_step(self) -> int:
-        return max((entry["step"] for entry in [*self.steps, *self.evaluations]), default=0)
+        ends = (self.training.last, self.validation.last)
+        return max((entry["step"] for entry in ends if entry is not None), default=0)
 
     @property
     def max_steps(self) -> int:
@@ -57,81 +169,83 @@ class History:
         scored = [entry for entry in self.evaluations if entry["val_loss"] is not None]
         return min(scored, key=lambda entry: entry["val_loss"], default=None)
 
+    def update(self) -> None:
+        """Read what both files have grown by."""
+        for _ in self.read_metrics():
+            pass
+        for entry in self._new_entries(SNAPSHOTS):
+            self._keep_snapshot(entry)
+
+    def read_metrics(self) -> Iterator[Entry]:
+        """Yield each new entry of metrics.jsonl once it is taken in."""
+        for entry in self._new_entries(METRICS):
+            self._take_in(entry)
+            yield entry
+
+    def _new_entries(self, name: str) -> Iterator[Entry]:
+        path = self.folder / name
+        if path.exists():
+            with open(path, "rb") as file:
+                file.seek(self.offsets[name])
+                yield from read_entries(file)
+                self.offsets[name] = file.tell()
+
+    def _take_in(self, entry: Entry) -> None:
+        step = entry["step"]
+        if "start" in entry:  # what an earlier attempt did beyond this step is not in the run
+            self.training.cut(step + 1)
+            self.validation.cut(step + 1)
+            self.fits = [fit for fit in self.fits if fit["step"] <= step]
+        for kind, events in (("start", self.starts), ("note", self.notes), ("fit", self.fits)):
+            if kind in entry:
+                events.append(entry)
+                del events[1:-MOST_EVENTS]
+                return
+        for kind, figures in (("val_loss", self.validation), ("loss", self.training)):
+            if kind in entry:
+                figures.cut(step)
+                self._add_progress(entry)
+                figures.add(entry)
+                return
+
+    def _add_progress(self, entry: Entry) -> None:
+        """Give an entry its `tokens` and `seconds` of training so far.
+
+        Seconds are counted from tokens_per_second, so evaluation, saving and the time between two
+        processes are not in them; steps of which no speed is known add none. A log without `tokens`
+        is taken to have trained on every position of every window.
+        """
+        last = self.training.last or {"step": 0, "tokens": 0, "seconds": 0.0}
+        per_step = self.config.data.global_batch * self.config.model.context_length
+        tokens, speed = entry.get("tokens"), entry.get("tokens_per_second")
+        if tokens is None:
+            tokens = last["tokens"] + max(0, entry["step"] - last["step"]) * per_step
+        seconds = max(0, tokens - last["tokens"]) / speed if speed else 0.0
+        entry.update(tokens=tokens, seconds=last["seconds"] + seconds)
+
+    def _keep_snapshot(self, entry: Entry) -> None:
+        """Keep the first, the newest and some between, at about equal distances."""
+        self.snapshots = [old for old in self.snapshots if old["step"] < entry["step"]] + [entry]
+        if len(self.snapshots) > 2 * MOST_SNAPSHOTS:
+            steps = [snapshot["step"] for snapshot in self.snapshots]
+            gaps = [after - before for before, after in zip(steps, steps[2:], strict=False)]
+            del self.snapshots[1 + gaps.index(min(gaps))]
+
+
+def read_config(folder: Path) -> Config:
+    """The config of the run in `folder`. Raises ConfigError if there is none."""
+    try:
+        return from_json((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"{folder} holds no run (run.json: {reason})") from error
+
 
 def read_history(folder: Path) -> History:
-    """The run in `folder`. Raises ConfigError if there is none."""
-    try:
-        config = from_json((folder / "run.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{folder} holds no run (run.json: {error.strerror})") from error
-    entries, events = [], []
-    if (folder / METRICS).exists():
-        entries, events = read_metrics(folder / METRICS), list(read_lines(folder / METRICS))
-    per_step = config.data.global_batch * config.model.context_length
-    add_progress(entries, per_step)
-    return History(
-        folder,
-        config,
-        steps=[entry for entry in entries if "loss" in entry],
-        evaluations=[entry for entry in entries if "val_loss" in entry],
-        starts=[entry for entry in events if "start" in entry],
-        notes=[entry for entry in events if "note" in entry],
-        fits=[entry for entry in events if "fit" in entry],
-        snapshots=latest_of_each_step(read_lines(folder / SNAPSHOTS)),
-    )
-
-
-def read_lines(path: Path) -> Iterator[Entry]:
-    """The objects of a .jsonl file; a torn line is left out, a missing file has none."""
-    if not path.exists():
-        return
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-                yield entry
-
-
-def latest_of_each_step(entries: Iterator[Entry]) -> list[Entry]:
-    """In the order of steps; what a later attempt did again replaces what it was."""
-    found: dict[int, Entry] = {}
-    for entry in entries:
-        known = found.get(entry["step"])
-        if known is None or entry.get("attempt", 0) >= known.get("attempt", 0):
-            found[entry["step"]] = entry
-    return [found[step] for step in sorted(found)]
-
-
-def add_progress(entries: Sequence[Entry], tokens_per_step: int) -> None:
-    """Give each entry, in the order of steps, its `tokens` and `seconds` of training so far.
-
-    Seconds are counted from tokens_per_second, so evaluation, saving and the time between two
-    processes are not in them. Steps of which no speed is known add none.
-    """
-    last_step, seconds = 0, 0.0
-    for entry in entries:
-        speed = entry.get("tokens_per_second")
-        if speed:
-            seconds += (entry["step"] - last_step) * tokens_per_step / speed
-            last_step = entry["step"]
-        entry["tokens"] = entry["step"] * tokens_per_step
-        entry["seconds"] = seconds
-
-
-def interpolator(entries: Sequence[Entry]) -> Callable[[int], float]:
-    """Seconds of training at any step, on the line between the entries around it."""
-    points = [(0, 0.0), *((entry["step"], entry["seconds"]) for entry in entries)]
-
-    def at(step: int) -> float:
-        for (left, before), (right, after) in zip(points, points[1:], strict=False):
-            if left <= step <= right:
-                return before + (after - before) * (step - left) / max(1, right - left)
-        return points[-1][1]
-
-    return at
+    """The run in `folder`, with all that it has logged. Raises ConfigError if there is none."""
+    history = History(folder, read_config(folder))
+    history.update()
+    return history
 
 
 def thinned(values: Sequence[float | None], limit: int) -> list[int]:

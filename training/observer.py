@@ -19,7 +19,7 @@ from data.shards import read_meta
 from training.advice import Advice, Adviser
 from training.budget import UNFITTED
 from training.config import Config
-from training.history import METRICS, SNAPSHOTS, read_lines
+from training.history import SNAPSHOTS, History
 from training.logger import RunLogger
 from training.report import try_report
 from training.snapshot import append_snapshot, sample_text, scored_passage
@@ -49,7 +49,8 @@ class Observer:
         # Of the training text as a whole, so only about right for a single step.
         self.bytes_per_token: float = max(1e-9, self.about_data["bytes per token"])
         self.adviser = Adviser(config, len(data.train), data.tokenizer.vocab_size)
-        for entry in read_lines(self.folder / METRICS):  # of the attempts before
+        self.history = History(self.folder, config)
+        for entry in self.history.read_metrics():  # of the attempts before
             if not entry.keys() & {"start", "fit"}:
                 self.adviser.see(entry, config.run.max_steps)
 
@@ -79,8 +80,8 @@ class Observer:
         except Exception as error:  # out of memory, a full disk: training goes on
             reason = (str(error).splitlines() or [""])[0]
             self.say(f"note: no snapshot this time ({type(error).__name__}: {reason})")
-        # A package that is missing is told of once.
-        self.reports = try_report(self.folder, self.say)
+        # That a package is missing is said once.
+        self.reports = try_report(self.history, self.say)
 
     def _snapshot(self, step: int) -> dict[str, Any]:
         config, model, tokenizer = self.config, self.setup.model, self.data.tokenizer

@@ -12,10 +12,8 @@ from typing import Any
 
 from training.charts import COLOURS, NOTE_COLOUR, START_COLOUR, Charts, note_texts, restart_texts
 from training.config import OPTIONS, Config
-from training.history import Entry, History
+from training.history import MOST_SNAPSHOTS, Entry, History
 from training.logger import clock_text, percent, short
-
-MOST_SNAPSHOTS = 12  # shown, evenly spread, the first and the last among them
 
 
 def status(history: History) -> str:

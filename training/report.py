@@ -14,19 +14,18 @@ from pathlib import Path
 from data.options import ConfigError
 from training import page
 from training.charts import Charts, draw
-from training.history import REPORT, History, read_history
+from training.history import REPORT, History
 
 Say = Callable[[str], None]
 
 GENERATOR = '<meta name="generator" content="plainGPT">'  # by which our pages know each other
 
 
-def write_report(folders: Sequence[Path], path: Path) -> Path:
+def write_report(histories: Sequence[History], path: Path) -> Path:
     """Write the report of these runs to `path`, as a whole or not at all; returns `path`.
 
-    Raises ConfigError if there is no run, ImportError without bokeh, OSError if not writable.
+    Raises ImportError without bokeh, OSError if not writable.
     """
-    histories = [read_history(folder) for folder in folders]
     text = make_page(histories, draw(histories))
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
@@ -50,18 +49,19 @@ def check_page(path: Path) -> None:
             raise ConfigError(f"out={path}: exists, and is no page of ours; name another file")
 
 
-def try_report(folder: Path, say: Say) -> bool:
-    """Write a run's own report; whatever goes wrong is one line and never stops the run."""
+def try_report(history: History, say: Say) -> bool:
+    """Write a run's own report, with what its files have grown by. Whatever goes wrong is one line
+    and never stops the run; False if there will be no report, for want of a package."""
     try:
-        write_report([folder], folder / REPORT)
+        history.update()
+        write_report([history], history.folder / REPORT)
     except ImportError:
         say(f"note: no {REPORT} without the package bokeh: `pip install bokeh` brings it")
+        return False
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         say(f"note: no {REPORT} this time ({type(error).__name__}: {reason})")
-    else:
-        return True
-    return False
+    return True
 
 
 def make_page(histories: Sequence[History], charts: Charts) -> str:

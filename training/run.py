@@ -176,6 +176,8 @@ def take_step(run: Run, batches: Batches) -> None:
         raise NonFinite(f"{error}. Its windows: {shown}{' ...' * (len(used) > 32)}") from error
     run.state.step += 1  # at once: weights and step are a state that may be saved at any time
     run.state.skipped += run.last.skipped
+    if run.state.tokens is not None:
+        run.state.tokens += run.last.tokens
     seconds = time.perf_counter() - began
     run.seconds += seconds
     run.waited += waited
@@ -209,6 +211,7 @@ def log_step(run: Run) -> None:
         loss=loss,
         lr=run.setup.optimizers.lr,
         grad_norm=run.last.grad_norm,
+        tokens=run.state.tokens,
         tokens_per_second=rate,
         mfu=mfu,
         data_wait=round(run.waited / max(1e-9, run.seconds), 4),

@@ -28,6 +28,7 @@ class TrainState:
     evaluated_at: int | None = None  # the last step that was evaluated
     last_val_loss: float | None = None
     skipped: int = 0  # float16 steps
+    tokens: int | None = 0  # targets trained on; None: the run began before they were counted
     scaler: dict[str, Any] = field(default_factory=dict)
     wandb_id: str | None = None
     seconds: float = 0.0  # of a time budget that are used
@@ -53,11 +54,11 @@ def state_from_json(saved: Any) -> TrainState:
     unknown = saved.keys() - {f.name for f in fields(TrainState)}
     if unknown:
         raise ValueError(f"unknown {', '.join(sorted(map(repr, unknown)))}")
-    types, values = get_type_hints(TrainState), dict(saved)
+    types, values = get_type_hints(TrainState), {"tokens": None, **saved}
     scaler = values.pop("scaler", {})
     values = {name: conform(types[name], value, name) for name, value in values.items()}
     state = TrainState(**values, scaler=_scaler_from_json(scaler))
-    counts = (state.step, state.since_best, state.skipped, state.best_step or 0)
+    counts = (state.step, state.since_best, state.skipped, state.best_step or 0, state.tokens or 0)
     if min(counts) < 0 or max(counts) >= 1 << 62:
         raise ValueError("a count is out of range")
     bad_fits = [fit for fit in state.fits if len(fit) != 2 or not 0 <= fit[0] <= fit[1] < 1 << 62]
