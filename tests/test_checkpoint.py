@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import shutil
@@ -17,10 +18,18 @@ import torch
 import training.checkpoint
 import training.manifest
 from data.command import exit_code_of
+from data.files import warn_once
 from data.options import ConfigError
 from training.checkpoint import Checkpoints, find_checkpoint, load_model_tensors
 from training.loading import load_checkpoint
-from training.manifest import MANIFEST, DamagedCheckpoint, read_manifest, write_file, write_manifest
+from training.manifest import (
+    MANIFEST,
+    DamagedCheckpoint,
+    all_finite,
+    read_manifest,
+    write_file,
+    write_manifest,
+)
 from training.state import TrainState, state_from_json
 
 ABOUT = {"data_fingerprint": "f", "world": 1}
@@ -272,9 +281,138 @@ def test_what_a_kill_left_is_removed(save):
     (checkpoints.folder.parent / ".tmp-run.json-99").write_text("{}")
     outside = checkpoints.folder.parent.parent / "kept"
     outside.mkdir()
-    (checkpoints.folder / ".tmp-link").symlink_to(outside)
+    (checkpoints.folder / ".tmp-best-7").symlink_to(outside)
     checkpoints.clean()
     assert not list(checkpoints.folder.parent.rglob(".*")) and outside.is_dir()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".tmp-mine",
+        ".tmp-step-2",
+        ".tmp-step-2-old",
+        ".tmp-best-mine",
+        ".old-step-x",
+        ".tmp-run.json",
+    ],
+)
+def test_what_only_looks_like_left_over_is_somebodys_and_stays(save, name):
+    checkpoints = save(1)
+    for place in (checkpoints.folder, checkpoints.folder.parent):
+        (place / name).mkdir()
+        (place / name / "notes").write_text("mine")
+    checkpoints.clean()
+    for place in (checkpoints.folder, checkpoints.folder.parent):
+        assert (place / name / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, MemoryError])
+def test_a_save_that_is_broken_off_leaves_nothing(save, monkeypatch, error):
+    def stop(*args):
+        raise error
+
+    checkpoints = save(1)
+    monkeypatch.setattr(training.checkpoint, "write_manifest", stop)
+    with pytest.raises(error):
+        save(2)
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-1"]
+
+
+# What is on the disk, and when
+
+
+@pytest.fixture
+def happened(monkeypatch):
+    """What was done in order: ("sync", inode, size at that time) and ("rename", target)."""
+    fsync, rename, replace, seen = os.fsync, os.rename, os.replace, []
+
+    def record(handle: int) -> None:
+        status = os.fstat(handle)
+        seen.append(("sync", status.st_ino, status.st_size))
+        fsync(handle)
+
+    def renaming(inner):
+        return lambda a, b: (seen.append(("rename", str(b))), inner(a, b))[1]
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "rename", renaming(rename))
+    monkeypatch.setattr(os, "replace", renaming(replace))
+    return seen
+
+
+def test_a_file_is_synced_with_all_that_was_written(tmp_path, happened):
+    write_file(tmp_path / "f", [b"abc", b"defg"])
+    assert happened == [("sync", (tmp_path / "f").stat().st_ino, 7)]
+
+
+def test_every_file_is_synced_before_the_name_and_the_names_after_it(save, happened):
+    checkpoints = save(1)
+    final = checkpoints.path(1)
+    renamed = happened.index(("rename", str(final)))
+    synced = [event[1] for event in happened[:renamed]]
+    for path in [final, *final.rglob("*")]:
+        assert path.stat().st_ino in synced, path
+    assert checkpoints.folder.stat().st_ino in [event[1] for event in happened[renamed + 1 :]]
+
+
+def test_the_name_of_the_best_is_synced_after_it_is_given(save, happened):
+    checkpoints = save(1)
+    happened.clear()
+    checkpoints.set_best(1)
+    renamed = happened.index(("rename", str(checkpoints.folder / "best")))
+    assert checkpoints.folder.stat().st_ino in [event[1] for event in happened[renamed + 1 :]]
+
+
+@pytest.mark.parametrize("name", ["EINVAL", "ENOSYS", "EOPNOTSUPP", "EACCES", "EPERM", "EBADF"])
+def test_a_file_system_that_cannot_sync_is_one_warning(save, monkeypatch, capsys, name):
+    def refuse(handle: int) -> None:
+        raise OSError(getattr(errno, name), name)
+
+    warn_once.cache_clear()
+    monkeypatch.setattr(os, "fsync", refuse)
+    checkpoints = save(1)
+    save(2)
+    checkpoints.set_best(2)
+    assert checkpoints.newest().state.step == 2
+    assert capsys.readouterr().err.count("warning: ") == 1
+
+
+@pytest.mark.parametrize("name", ["EIO", "ENOSPC", "EDQUOT"])
+def test_a_fault_of_the_disk_is_no_warning(save, monkeypatch, name):
+    def fail(handle: int) -> None:
+        raise OSError(getattr(errno, name), name)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=name):
+        save(1)
+
+
+# Numbers that are none
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("file", ["model", "optim"])
+def test_a_newest_that_is_not_finite_is_passed_over(save, tmp_path, tokenizer, file, value):
+    """As versions before this check have written it."""
+    checkpoints, said = save(1), []
+    tensors = {"a": torch.tensor([1.0, value, 2.0]), "empty": torch.zeros(0)}
+    both = {"model": {"a": torch.ones(3)}, "optim": {"a::step": torch.tensor(1.0)}, file: tensors}
+    checkpoints.save(TrainState(step=2), both["model"], both["optim"], "{}", tokenizer, ABOUT)
+    fresh = Checkpoints(checkpoints.folder, said.append)
+    assert fresh.newest().state.step == 1
+    assert "a is not finite" in said[0]
+    assert fresh.newest(weights_only=True).state.step == (1 if file == "model" else 2)
+    save(2, fresh)  # done again, in good
+    assert fresh.newest().state.step == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_bad_number_among_many_is_seen(value):
+    numbers = torch.full((1000,), 1e30)  # whose squares would overflow
+    assert all_finite([numbers, torch.zeros(0), torch.tensor(3), torch.ones(2).bfloat16()])
+    numbers[567] = value
+    assert not all_finite([torch.zeros(3), numbers])
 
 
 # Which one is meant

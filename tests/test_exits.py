@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -154,6 +156,33 @@ def test_a_rank_that_fails_alone(rank, tiny_argv, tmp_path, plain):
     assert "ZeroDivisionError" in job.logs[rank].read_text()
     assert verified(tmp_path / "run") == [4]
     assert not leftovers(tmp_path / "run")
+
+
+@pytest.mark.parametrize("where", ["weights", "optimizer"])
+def test_an_update_that_is_not_finite_is_never_saved(where, train_tiny, tmp_path, plain):
+    """The run ends with 4; the same command goes on from the checkpoint before."""
+
+    def spoil(run) -> None:
+        tensors = run.setup.optimizers.state_tensors() if where == "optimizer" else None
+        tensors = tensors or dict(run.setup.model.named_parameters())
+        with torch.no_grad():
+            next(t for t in tensors.values() if t.dim() == 2)[0, 0] = math.inf
+
+    inner = training.run.take_step
+
+    def take_step(run, batches):
+        inner(run, batches)
+        if run.state.step == 6:
+            spoil(run)
+
+    options = {**ALONE, "checkpoint_interval": 2}
+    bad = pytest.raises(training.step.NonFinite, match="step 6: ")
+    with mock.patch("training.run.take_step", take_step), bad as raised:
+        train_tiny(tmp_path / "run", **options)
+    assert raised.value.exit_code == 4
+    assert verified(tmp_path / "run") == [2, 4]
+    assert train_tiny(tmp_path / "run", **options) == 0
+    assert bits(tmp_path / "run", 8) == bits(plain, 8)
 
 
 # Output

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import signal
+import sys
 import time
 
 import pytest
 from faultlib import Shared, ended, fork, fork_command, train, wait_for
 
 import training.run
+from data.files import warn_once
 from data.options import ConfigError
 from training.folder import (
     FolderHeld,
@@ -53,6 +56,35 @@ def test_a_lock_file_full_of_junk_does_not_hinder(tmp_path):
     (tmp_path / ".lock").write_bytes(b"\xff\x00" * 500)
     with lock_folder(tmp_path), pytest.raises(FolderHeld):
         lock_folder(tmp_path).__enter__()
+
+
+@pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP", "EINVAL"])
+def test_a_file_system_without_locks_is_one_warning(tmp_path, monkeypatch, capsys, name):
+    def refuse(file, how) -> None:
+        raise OSError(getattr(errno, name), name)
+
+    warn_once.cache_clear()
+    monkeypatch.setattr("fcntl.flock", refuse)
+    for _ in range(2):
+        with lock_folder(tmp_path / "run"):
+            assert (tmp_path / "run" / ".lock").read_text().startswith("process ")
+    assert capsys.readouterr().err.count("warning: no file locks here") == 1
+
+
+def test_a_platform_without_locks_is_one_warning(tmp_path, monkeypatch, capsys):
+    warn_once.cache_clear()
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with lock_folder(tmp_path / "run"):
+        assert capsys.readouterr().err.count("warning: no file locks here") == 1
+
+
+def test_another_fault_of_a_lock_is_raised(tmp_path, monkeypatch):
+    def fail(file, how) -> None:
+        raise OSError(errno.EIO, "EIO")
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    with pytest.raises(OSError, match="EIO"), lock_folder(tmp_path / "run"):
+        pass
 
 
 def test_a_second_training_stops_at_once_and_the_first_goes_on(tiny_argv, tmp_path):

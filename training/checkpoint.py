@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.files import sync_folder
 from data.options import ConfigError
 from training.loading import Checkpoint, load_checkpoint
 from training.manifest import (
@@ -32,10 +33,10 @@ from training.manifest import (
     STATE,
     DamagedCheckpoint,
     Entry,
+    check_finite,
     free_name,
     json_bytes,
     replace_file,
-    sync_folder,
     tensor_pieces,
     write_file,
     write_manifest,
@@ -43,6 +44,9 @@ from training.manifest import (
 from training.state import TrainState
 
 STEP_NAME = r"step-(0|[1-9][0-9]{0,17})"
+# What a kill can leave half-written: the names that this project makes, and no others.
+LEFT_IN_CHECKPOINTS = rf"\.old-{STEP_NAME}|\.tmp-({STEP_NAME}|pruned-[0-9]+|best)-[0-9]+"
+LEFT_IN_RUN = r"\.tmp-(run\.json|report\.html|wandb_id|launch)-[0-9]+"
 
 
 class Checkpoints:
@@ -153,12 +157,12 @@ class Checkpoints:
 
     def clean(self) -> None:
         """Remove what a kill left half-written. Only for who holds the run folder."""
-        for old in _matching(self.folder, ".old-step-*"):
+        for old in _matching(self.folder, rf"\.old-{STEP_NAME}"):
             final = old.with_name(old.name.removeprefix(".old-"))
             if not os.path.lexists(final):
                 os.rename(old, final)
-        leftovers = [*_matching(self.folder, ".old-step-*"), *_matching(self.folder, ".tmp-*")]
-        for leftover in [*leftovers, *_matching(self.folder.parent, ".tmp-*")]:
+        leftovers = _matching(self.folder, LEFT_IN_CHECKPOINTS)
+        for leftover in [*leftovers, *_matching(self.folder.parent, LEFT_IN_RUN)]:
             if leftover.is_dir() and not leftover.is_symlink():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
@@ -173,11 +177,14 @@ class Checkpoints:
         for step in reversed(steps):
             try:
                 found = load_checkpoint(self.path(step), weights_only=weights_only)
+                for name in (MODEL,) if weights_only else (MODEL, OPTIM):
+                    check_finite(found.path / name)
             except DamagedCheckpoint as error:
                 self._known[step] = False
                 self.say(f"warning: {error}; trying the one before")
                 continue
-            self._known[step] = True
+            if not weights_only:
+                self._known[step] = True
             return found
         if steps:
             raise DamagedCheckpoint(
@@ -249,7 +256,9 @@ def _write_files(
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:
-    return sorted(folder.glob(pattern)) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if re.fullmatch(pattern, path.name))
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

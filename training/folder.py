@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import socket
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data.command import make_folder
+from data.files import try_lock, warn_once
 from data.options import ConfigError
 from training.manifest import free_name
 
@@ -32,24 +32,18 @@ def lock_folder(folder: Path) -> Iterator[None]:
     The lock is the kernel's (flock), so it ends with its process however that ends: the file that
     stays behind blocks nobody.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows: no flock
-        yield
-        return
     make_folder(folder, "run.out_dir")
     path = folder / ".lock"
     with open(path, "a+", encoding="utf-8", errors="replace") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
+        found = try_lock(file)
+        if found == "held":
             file.seek(0)
             holder = file.read(200).strip() or "another process"
             raise FolderHeld(
                 f"{folder} is in use by {holder}; wait for it or use another --out_dir"
-            ) from None
+            )
+        if found == "no locks":
+            warn_once(f"no file locks here: start no second process that trains in {folder}")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -21,6 +22,8 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+
+from data.files import sync
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
@@ -57,7 +60,7 @@ def write_file(path: Path, pieces: Iterable[Piece]) -> Entry:
                 digest.update(part)
             size += len(piece)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
     return {"size": size, "sha256": digest.hexdigest()}
 
 
@@ -106,17 +109,6 @@ def write_manifest(folder: Path, step: int, about: dict[str, Any], files: dict[s
     manifest = {"format": FORMAT, "step": step, "about": about, "files": files}
     sealed = {**manifest, "seal": _hash_of(manifest)}
     write_file(folder / MANIFEST, [json_bytes(sealed)])
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder sure on disk, as fsync does for the content of a file."""
-    if os.name == "nt":  # folders cannot be opened there
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def json_bytes(value: Any) -> bytes:
@@ -232,6 +224,20 @@ def read_json(path: Path) -> Any:
         raise DamagedCheckpoint(f"{path} is missing ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: not JSON ({error})") from error
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no number in these tensors is inf or nan, by their largest magnitude."""
+    numbers = [t for t in tensors if t.is_floating_point() and t.numel()]
+    return math.isfinite(torch.nn.utils.get_total_norm(numbers, norm_type=math.inf))
+
+
+def check_finite(path: Path) -> None:
+    """Raise DamagedCheckpoint if a safetensors file holds inf or nan; one tensor at a time."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            if not all_finite([file.get_tensor(name)]):
+                raise DamagedCheckpoint(f"{path}: {name} is not finite (inf or nan)")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from training.config import Config, to_json
 from training.evaluate import choose_windows, evaluate, windows_at_once
 from training.hardware import model_flops_utilisation, peak_flops
 from training.logger import RunLogger
+from training.manifest import all_finite
 from training.observer import Observer
 from training.schedule import lr_factor
 from training.signals import Interrupts
@@ -294,16 +295,22 @@ def share_signal(run: Run) -> None:
 
 
 def save(run: Run, best: bool = False) -> None:
-    """A checkpoint of this step, by rank 0."""
-    if not run.setup.ranks.first:
+    """A checkpoint of this step, by rank 0. Raises NonFinite, on all ranks alike, if there is inf
+    or nan in what would be saved: an update can make it out of a finite gradient."""
+    setup, state = run.setup, run.state
+    model, optim = model_tensors(setup.model), setup.optimizers.state_tensors()
+    if not all_finite([*model.values(), *optim.values()]):
+        raise NonFinite(
+            f"step {state.step}: weights or optimizer state are not finite; nothing was saved"
+        )
+    if not setup.ranks.first:
         return
     run.saving = True
-    setup, state = run.setup, run.state
     state.scaler = setup.scaler.state_dict()
     written = run.checkpoints.save(
         state,
-        model_tensors(setup.model),
-        setup.optimizers.state_tensors(),
+        model,
+        optim,
         to_json(run.config),
         run.data.folder / "tokenizer",
         environment(setup.ranks, run.data),
