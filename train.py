@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 
         model = startup.build_model(config, ranks, data.tokenizer, resuming=checkpoint is not None)
         setup = startup.build_setup(config, model, ranks, warn)
-        state = startup.restore(checkpoint, setup, data, say)
+        state = startup.restore(config, checkpoint, setup, data, say)
         loader = startup.make_loader(config, data)
         checkpoints = Checkpoints(Path(config.run.out_dir, "checkpoints"), warn)
         interrupts = Interrupts(announce=ranks.first)

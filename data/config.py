@@ -28,7 +28,7 @@ class DataConfig:
         str,
         "stdlib, a file, folder or glob (text, .json, .csv, .parquet, .bin ...), "
         "hub:OWNER/NAME[/SUBSET][@SPLIT], - (standard input), or a mixture A*0.7+B*0.3",
-        "fixed",
+        "content",
     ] = "stdlib"
     tokenizer: Annotated[
         str, "char, byte, bpe:N, a tiktoken encoding (gpt2, cl100k_base, ...) or hf:FOLDER", "fixed"

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from data.options import ConfigError, parse_arguments
 from model.config import ModelConfig
-from training import resume
 from training.config import (
     ELSEWHERE,
     OPTIONS,
@@ -27,7 +26,6 @@ from training.config import (
     options_table,
     to_json,
 )
-from training.resume import resume_problems, resumed
 from training.sections import OptimConfig, RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -459,151 +457,6 @@ def test_the_table_has_every_option_in_a_row_of_its_own():
         assert len(cells) == 5
         assert option.full_name in cells[1]
         assert option.help in cells[3]
-
-
-# Resume
-
-
-def test_every_option_says_how_a_resume_treats_it():
-    for option in OPTIONS.values():
-        assert option.resume in resume.KINDS, (
-            f"{option.full_name}: has {option.resume!r}. Write after its help, as a third note of "
-            f"Annotated, how a resume treats it: {', '.join(resume.KINDS)} (training/resume.py)"
-        )
-
-
-def changed(config: Config, full_name: str, value) -> Config:
-    section, _, leaf = full_name.partition(".")
-    return replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("log.interval", 5),
-        ("log.quiet", True),
-        ("run.eval_interval", 5),
-        ("run.checkpoint_interval", 5),
-        ("run.keep_checkpoints", 9),
-        ("run.out_dir", "elsewhere"),
-        ("run.resume", "must"),
-        ("data.workers", 1),
-        ("parallel.timeout", 5.0),
-    ],
-)
-def test_a_resume_may_change_what_no_number_depends_on(name, value):
-    saved = Config()
-    asked = changed(saved, name, value)
-    assert resume_problems(saved, asked, must=False) == []
-    assert resumed(saved, asked) == asked
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("optim.lr", 0.5, "the run has 0.001, asked for 0.5"),
-        ("schedule.decay_fraction", 0.1, "the run has 0.5, asked for 0.1"),
-        ("schedule.schedule", "cosine", "the run has wsd, asked for cosine"),
-        ("run.max_steps", 2000, "the run has 1000, asked for 2000"),
-        ("run.threads", 7, "the run has none, asked for 7"),
-        ("run.dtype", "float32", "the run has auto, asked for float32"),
-        ("run.device", "cpu", "the run has auto, asked for cpu"),
-        ("run.compile", True, "the run has false, asked for true"),
-        ("parallel.reduction", "fast", "the run has auto, asked for fast"),
-        ("data.micro_batch", 8, "the run has none, asked for 8"),
-    ],
-)
-def test_a_resume_changes_the_recipe_only_when_told(name, value, said):
-    saved = Config()
-    asked = changed(saved, name, value)
-    assert resume_problems(saved, asked, must=False) == [
-        f"{name}: {said}",
-        "to carry on with the new values: --resume=must",
-        "to start anew and move the old run aside: --overwrite=true; elsewhere: --out_dir",
-    ]
-    assert resume_problems(saved, asked, must=True) == []
-    assert resumed(saved, asked) == asked
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("model.n_layers", 2),
-        ("model.context_length", 512),
-        ("data.tokenizer", "char"),
-        ("data.source", "other.txt"),
-        ("data.global_batch", 64),
-        ("run.seed", 2),
-        ("optim.optimizer", "muon"),
-    ],
-)
-@pytest.mark.parametrize("must", [False, True])
-def test_a_resume_never_changes_what_the_checkpoint_was_made_for(name, value, must):
-    saved = Config()
-    asked = changed(saved, name, value)
-    lines = resume_problems(saved, asked, must)
-    assert lines[0].startswith(f"{name}: the run has ")
-    assert lines[0].endswith(f", asked for {value}")
-    assert lines[1] == f"{name}: fixed once a run has begun"
-    assert "--overwrite=true" in lines[2]
-    assert resumed(saved, asked) == saved
-
-
-def test_a_resume_lists_every_difference():
-    saved = Config()
-    asked = replace(saved, model=ModelConfig(n_layers=2, d_model=64), optim=OptimConfig(lr=0.5))
-    lines = resume_problems(saved, asked, must=False)
-    assert [line.partition(":")[0] for line in lines[:3]] == [
-        "model.n_layers",
-        "model.d_model",
-        "optim.lr",
-    ]
-    assert "model.n_layers, model.d_model: fixed" in lines[3]
-    assert len(resume_problems(saved, asked, must=True)) == 4
-
-
-def test_what_is_left_to_be_derived_is_no_difference_and_stays_as_it_was():
-    asked = Config()
-    model = asked.model.resolved(4096)
-    run = replace(asked.run, threads=2, device="cpu", dtype="float32", attention="sdpa")
-    data = replace(asked.data, micro_batch=8)
-    saved = replace(asked, model=model, run=run, data=data)
-    assert resume_problems(saved, asked, must=False) == []
-    assert resumed(saved, asked) == saved
-
-
-def test_the_ranks_that_are_there_decide_the_mode():
-    saved = changed(Config(), "parallel.mode", "none")
-    assert resumed(saved, Config()).parallel.mode == "auto"
-
-
-def test_when_to_evaluate_is_free_unless_the_length_of_the_run_depends_on_it():
-    for run, is_free in (
-        (RunConfig(), True),
-        (RunConfig(patience=3), False),
-        (RunConfig(time_budget="10m"), False),
-    ):
-        saved = Config(run=run)
-        asked = changed(saved, "run.eval_interval", 5)
-        assert (resume_problems(saved, asked, must=False) == []) == is_free
-        assert resume_problems(saved, asked, must=True) == []
-
-
-@pytest.mark.parametrize(("old", "new"), [("cuda", "cuda:1"), ("cuda:0", "cuda")])
-def test_a_resume_may_take_another_gpu(old, new):
-    saved, asked = (changed(Config(), "run.device", device) for device in (old, new))
-    assert resume_problems(saved, asked, must=False) == []
-    assert resumed(saved, asked).run.device == new
-
-
-def test_a_model_that_came_with_its_weights_stays_as_it_came():
-    asked = changed(Config(), "run.init_from", "some/model")
-    saved = replace(asked, model=ModelConfig(n_layers=9, d_model=64).resolved(300))
-    assert resume_problems(saved, asked, must=False) == []
-    assert resumed(saved, asked) == saved
-    asked = changed(asked, "model.n_layers", 8)
-    assert resume_problems(saved, asked, must=True)[0].startswith("model.n_layers: the run has 9")
-    assert resume_problems(replace(saved, run=RunConfig()), Config(), must=True)
 
 
 def test_a_width_that_heads_do_not_divide_is_one_mistake_not_two():

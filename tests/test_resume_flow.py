@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shutil
+import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +16,10 @@ from safetensors.torch import load_file
 
 import train
 from data.options import ConfigError
+from data.values import parse_value
 from training import run as run_module
+from training.config import OPTIONS
+from training.evaluate import Evaluation
 from training.folder import read_metrics
 
 
@@ -128,7 +135,7 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(trained, train_tiny, capsys
     out = capsys.readouterr().out
     assert f"{trained} is finished at step 8: all steps done; validation loss" in out
     assert f"python sample.py {trained}" in out
-    assert "--resume=must --max_steps=N" in out
+    assert "--max_steps=16" in out and "--resume=must" not in out
     assert snapshot(trained) == before
 
 
@@ -148,7 +155,7 @@ def test_what_no_update_depends_on_may_differ(trained, train_tiny):
     ("options", "told"),
     [
         ({"lr": 0.5}, ["optim.lr: the run has 0.01, asked for 0.5", "--resume=must"]),
-        ({"max_steps": 20}, ["run.max_steps: the run has 8, asked for 20", "--resume=must"]),
+        ({"max_steps": 6}, ["run.max_steps: the run has 8, asked for 6", "--resume=must"]),
         ({"n_layers": 4}, ["model.n_layers: the run has 1, asked for 4", "fixed once"]),
         ({"context_length": 32}, ["model.context_length: the run has 16", "fixed once"]),
         ({"resume": "must", "n_layers": 4}, ["model.n_layers: the run has 1", "fixed once"]),
@@ -173,10 +180,10 @@ def test_data_that_has_changed_is_refused(train_tiny, tmp_path):
     text.write_text("abcdefhg\n" * 60)
     before = snapshot(run)
     with pytest.raises(ConfigError, match="was trained on other data.*--overwrite=true"):
-        train_tiny(run, **options, max_steps=4, resume="must")
+        train_tiny(run, **options, max_steps=4)
     assert snapshot(run) == before
     text.write_text("abcdefgh\n" * 60)
-    assert train_tiny(run, **options, max_steps=4, resume="must") == 0
+    assert train_tiny(run, **options, max_steps=4) == 0
 
 
 # With new values
@@ -196,6 +203,174 @@ def test_resume_must_carries_on_with_new_values(trained, train_tiny):
 def test_resume_must_needs_something_to_resume(train_tiny, tmp_path):
     with pytest.raises(ConfigError, match="resume=must: .*holds no checkpoint"):
         train_tiny(tmp_path / "new", resume="must")
+
+
+@pytest.fixture
+def start_tiny(tiny_argv):
+    """start_tiny(out_dir, "--name=value", ...): a start that types little: what a tiny run is lies
+    in a config file of its own."""
+
+    def start(out_dir: Path, *typed: str, **in_file) -> int:
+        argv = tiny_argv(out_dir, **in_file)
+        options = dict(word.removeprefix("--").split("=", 1) for word in argv[1:])
+        path = out_dir.parent / "mine.py"
+        lines = [
+            "from dataclasses import replace",
+            "from training.config import *",
+            "config = Config()",
+        ]
+        for name, text in options.items():
+            option = OPTIONS[name]
+            value = parse_value(option.annotation, text, name)
+            section = f"replace(config.{option.section}, {name}={value!r})"
+            lines.append(f"config = replace(config, {option.section}={section})")
+        path.write_text("\n".join(lines))
+        with mock.patch("training.screen.SAMPLE_TOKENS", 10):
+            return train.main([str(path), *typed])
+
+    return start
+
+
+def rates(folder: Path) -> dict[int, float]:
+    return {e["step"]: e["lr"] for e in read_metrics(folder / "metrics.jsonl") if "lr" in e}
+
+
+def test_what_was_typed_before_stays_and_a_longer_run_says_what_the_rate_does(
+    start_tiny, tmp_path, capsys
+):
+    run = tmp_path / "run"
+    assert start_tiny(run, "--lr=0.5", "--max_steps=4", "--interval=1") == 0
+    capsys.readouterr()
+    assert start_tiny(run) == 0  # the file says 8 steps and another rate: typed before, kept
+    out = capsys.readouterr().out
+    assert "is finished at step 4" in out and "--max_steps=8" in out
+    assert "--lr=0.5" in out and "--max_steps=4" in out
+    assert start_tiny(run, "--max_steps=8") == 0
+    out = capsys.readouterr().out
+    assert "run.max_steps=8" in out
+    taken = rates(run)
+    assert list(taken) == list(range(1, 9))
+    assert f"{taken[4]:.3g} in step 4, {taken[5]:.3g} in the next" in out
+    assert taken[5] == 0.5 and taken[4] < 0.3
+    assert recipe(run)["optim"]["lr"] == 0.5
+    in_file = {name: value for name, value in recipe(run)["config_file"].items() if value}
+    assert in_file == {"optim.lr": 0.01, "log.interval": 2}
+
+
+def test_an_edited_config_file_is_refused_and_taken_when_told(start_tiny, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert start_tiny(run, "--max_steps=4") == 0
+    before = snapshot(run)
+    with pytest.raises(ConfigError) as caught:
+        start_tiny(run, "--max_steps=6", lr=0.002)
+    assert "optim.lr" in str(caught.value) and "--resume=must" in str(caught.value)
+    assert snapshot(run) == before
+    assert start_tiny(run, "--max_steps=6", "--resume=must", lr=0.002) == 0
+    assert "optim.lr=0.002" in capsys.readouterr().out
+    assert recipe(run)["optim"]["lr"] == 0.002
+    assert start_tiny(run, lr=0.002) == 0  # the recipe now
+
+
+def test_a_longer_time_budget_goes_on_with_a_finished_run(start_tiny, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert start_tiny(run, "--time_budget=0.3s", "--eval_interval=1000") == 0
+    steps = json.loads(find_state(run).read_text())["step"]
+    capsys.readouterr()
+    assert start_tiny(run) == 0
+    out = capsys.readouterr().out
+    assert f"is finished at step {steps}" in out
+    advised = re.search(r"--time_budget=\S+", out.rpartition("to train on")[2])[0]
+    assert start_tiny(run, advised) == 0
+    assert json.loads(find_state(run).read_text())["step"] > steps
+
+
+def find_state(folder: Path) -> Path:
+    """state.json of the newest checkpoint."""
+    found = (folder / "checkpoints").glob("step-*/state.json")
+    return max(found, key=lambda path: int(path.parent.name.removeprefix("step-")))
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_run_that_ended_early_goes_on_as_it_is_advised(
+    start_tiny, tmp_path, capsys, monkeypatch, at_the_end
+):
+    run, losses = tmp_path / "run", iter([2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0])
+    monkeypatch.setattr(
+        run_module, "evaluate", lambda *args, **options: Evaluation(next(losses), 100, 100)
+    )
+    steps = "--max_steps=4" if at_the_end else "--max_steps=8"
+    assert start_tiny(run, "--eval_interval=2", "--patience=1", steps) == 0
+    assert start_tiny(run) == 0
+    out = capsys.readouterr().out
+    assert "is finished at step 4: no better loss" in out
+    advised = out.strip().rpartition("the same command with ")[2].split()
+    assert ("--max_steps=8" in advised) == at_the_end
+    assert start_tiny(run, *advised) == 0
+    assert find_state(run).parent.name == "step-8"
+
+
+# A start that took no step
+
+
+@pytest.fixture
+def fails_at_once(monkeypatch):
+    """A context in which the first step runs out of memory."""
+
+    @contextlib.contextmanager
+    def failing():
+        def out_of_memory(*args):
+            raise torch.OutOfMemoryError("out of memory")
+
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr(run_module, "train_step", out_of_memory)
+            yield
+
+    return failing
+
+
+def test_a_start_that_fails_before_its_first_step_does_not_lock_the_folder(
+    start_tiny, fails_at_once, tmp_path, capsys
+):
+    run = tmp_path / "run"
+    with fails_at_once():
+        start_tiny(run, "--lr=0.5", "--max_steps=4")
+    assert (run / "run.json").exists()
+    assert start_tiny(run, "--n_layers=2", "--max_steps=2", "--micro_batch=1") == 0
+    assert "no step was taken" in capsys.readouterr().out
+    assert recipe(run)["optim"]["lr"] == 0.01  # nothing of that start is kept
+    assert recipe(run)["model"]["n_layers"] == 2
+    assert list(rates(run)) == [1, 2]
+
+
+def test_a_checkpoint_of_no_step_goes_on_or_is_moved_aside_for_another_recipe(
+    start_tiny, tmp_path, monkeypatch, capsys
+):
+    run = tmp_path / "run"
+
+    def take_no_step(run, batches):
+        run.stopping, run.interrupts.signal = True, signal.SIGTERM
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "take_step", take_no_step)
+        assert start_tiny(run, "--max_steps=4") == 128 + signal.SIGTERM
+    assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-0"]
+    kept = shutil.copytree(run, tmp_path / "kept")
+    assert start_tiny(run, "--max_steps=2", "--lr=0.5", "--n_layers=2") == 0
+    assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-2"]
+    assert (tmp_path / "run.old/checkpoints/step-0").is_dir()
+    capsys.readouterr()
+    assert start_tiny(kept, "--max_steps=4") == 0
+    assert "going on from" in capsys.readouterr().out
+
+
+def test_a_mistake_in_the_time_budget_leaves_the_folder_as_it_is(trained, train_tiny, tmp_path):
+    new, before = tmp_path / "new", snapshot(trained)
+    for folder, options in ((new, {}), (trained, {"overwrite": True}), (trained, {})):
+        with pytest.raises(ConfigError):
+            train_tiny(folder, time_budget="fits:nowhere", **options)
+    assert snapshot(trained) == before
+    assert not (new / "run.json").exists()
+    assert train_tiny(new, max_steps=2) == 0
 
 
 # Anew

@@ -194,7 +194,8 @@ def section_classes() -> dict[str, ast.ClassDef]:
     for tree in TREES.values():
         classes |= {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     fields = [node for node in classes["Config"].body if isinstance(node, ast.AnnAssign)]
-    return {field.target.id: classes[field.annotation.id] for field in fields}
+    types = {field.target.id: ast.unparse(field.annotation) for field in fields}
+    return {name: classes[kind] for name, kind in types.items() if kind in classes}
 
 
 SECTIONS = section_classes()

@@ -19,6 +19,7 @@ from data.options import ConfigError
 from training.checkpoint import find_checkpoint
 from training.config import Config
 from training.logger import UNKNOWN_STEPS
+from training.schedule import lr_factor
 from training.sections import RunConfig, ScheduleConfig, seconds_of
 from training.state import TrainState
 
@@ -42,6 +43,24 @@ def fitted(config: Config, max_steps: int) -> ScheduleConfig:
         return schedule
     warmup = min(schedule.warmup_steps, max(1, max_steps // 10))
     return replace(schedule, warmup_steps=warmup)
+
+
+def next_factor(config: Config, state: TrainState) -> float:
+    """What the next update's learning rates are multiplied by."""
+    length = steps_at(state.fits, state.step) if config.run.time_budget else config.run.max_steps
+    return lr_factor(state.step, length, fitted(config, length))
+
+
+def lengthened(old: RunConfig, new: RunConfig, state: TrainState) -> tuple[Fit, ...]:
+    """The fits of a run that is resumed with another time budget: the first steps are taken at the
+    speed so far, until the new speed is measured. The run's own if the budget is as it was."""
+    if old.time_budget == new.time_budget or not new.time_budget or state.step == 0:
+        return state.fits
+    if new.time_budget.startswith("fits:"):
+        return state.fits
+    left = max(0.0, seconds_of(new.time_budget) - state.seconds)
+    more = int(left * state.step / state.seconds) if state.seconds else UNFITTED
+    return (*state.fits, (state.step, state.step + more))
 
 
 def open_budget(run: RunConfig, state: TrainState) -> Budget | None:

@@ -14,7 +14,7 @@ import re
 import runpy
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,6 +79,10 @@ class Config:
     parallel: ParallelConfig = ParallelConfig()
     run: RunConfig = RunConfig()
     log: LogConfig = LogConfig()
+    # Where the values come from, for a resume: options typed on the command line, by full name, and
+    # {full name: value} of all options in the config file; None: not known.
+    typed: frozenset[str] = field(default=frozenset(), compare=False)
+    in_file: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def problems(self) -> list[str]:
         """All that is wrong in any section, in plain words: types first, then ranges."""
@@ -92,6 +96,14 @@ class Config:
 def sections_of(config: Config) -> list[tuple[str, Any]]:
     """[("model", config.model), ...], in the order of SECTIONS."""
     return [(name, getattr(config, name)) for name in SECTIONS]
+
+
+def values_of(config: Config) -> dict[str, Any]:
+    """{"model.n_layers": value, ...} of every option."""
+    return {
+        option.full_name: getattr(getattr(config, option.section), option.name)
+        for option in OPTIONS.values()
+    }
 
 
 @dataclass(frozen=True)
@@ -117,22 +129,25 @@ def load_config(argv: Sequence[str], *, usage: str = USAGE) -> Config:
         raise ConfigError([*asked.problems, f"usage: {usage}"])
     path = Path(asked.positionals[0])
     try:
-        config = _override(read_config(path), asked.values)
+        in_file = read_config(path)
+        config = _override(in_file, asked.values)
     except ConfigError as error:
         raise ConfigError([*asked.problems, *error.problems]) from error
     problems = asked.problems + config.problems()
     if problems:
         raise ConfigError(problems)
+    typed = [f"{name}.{leaf}" for name in SECTIONS for leaf in asked.values[name]]
+    config = replace(config, typed=frozenset(typed), in_file=values_of(_override(in_file)))
     if asked.values[""].get("print_config"):
         print(to_json(config))
         raise SystemExit(0)
     return config
 
 
-def _override(config: Config, values: Mapping[str, Mapping[str, Any]]) -> Config:
+def _override(config: Config, values: Mapping[str, Mapping[str, Any]] = {}) -> Config:
     changed = {}
     for name, section in sections_of(config):
-        changed[name] = _conformed(name, replace(section, **values[name]))[0]
+        changed[name] = _conformed(name, replace(section, **values.get(name, {})))[0]
     return Config(**changed)
 
 
@@ -215,8 +230,14 @@ def _explain(path: Path, error: Exception) -> str:
 
 
 def to_json(config: Config) -> str:
-    """The config as run.json holds it: {section: {name: value}}."""
-    return json.dumps(asdict(config), indent=2)
+    """The config as run.json holds it: {section: {name: value}}, and under "config_file" each option
+    for which the config file says something else: {"section.name": the file's value}."""
+    saved = {name: asdict(section) for name, section in sections_of(config)}
+    if config.in_file is not None:
+        values = values_of(config)
+        others = {name: value for name, value in config.in_file.items() if value != values[name]}
+        saved["config_file"] = others
+    return json.dumps(saved, indent=2)
 
 
 def from_json(source: str | Mapping[str, Any]) -> Config:
@@ -231,6 +252,8 @@ def from_json(source: str | Mapping[str, Any]) -> Config:
         raise ConfigError(f"run.json is not JSON: {error}") from error
     if not isinstance(saved, Mapping) or not all(isinstance(v, Mapping) for v in saved.values()):
         raise ConfigError("run.json: must hold an object of sections, each an object of options")
+    saved = dict(saved)
+    others = saved.pop("config_file", None)
     problems = [f"run.json: unknown section {name}" for name in saved if name not in SECTIONS]
     sections = {}
     for name, cls in SECTIONS.items():
@@ -242,17 +265,14 @@ def from_json(source: str | Mapping[str, Any]) -> Config:
         problems += wrong_types
     if problems:
         raise ConfigError(problems)
-    return Config(**sections)
+    config = Config(**sections)
+    return config if others is None else replace(config, in_file=values_of(config) | dict(others))
 
 
 def differences(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
     """[("optim.lr", value in a, value in b), ...] of every option that differs."""
-    found = []
-    for option in OPTIONS.values():
-        of_a, of_b = (getattr(getattr(c, option.section), option.name) for c in (a, b))
-        if of_a != of_b:
-            found.append((option.full_name, of_a, of_b))
-    return found
+    of_b = values_of(b)
+    return [(name, old, of_b[name]) for name, old in values_of(a).items() if old != of_b[name]]
 
 
 def options_table() -> str:

@@ -62,6 +62,18 @@ def check_own(folder: Path) -> None:
         )
 
 
+def has_stepped(folder: Path) -> bool:
+    """Whether a run without checkpoints has taken a step, as far as its files tell: the first one
+    is always logged."""
+    if any((folder / name).exists() for name in ("snapshots.jsonl", "report.html")):
+        return True
+    try:
+        with open(folder / "metrics.jsonl", "rb") as file:
+            return any(b'"loss":' in line for line in file)
+    except FileNotFoundError:
+        return False
+
+
 def move_aside(folder: Path) -> Path:
     """Rename an old run's folder to the first free name of folder.old, folder.old-1, ..."""
     aside = free_name(folder.with_name(folder.name + ".old"))

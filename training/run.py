@@ -17,7 +17,7 @@ from data.loader import Batch, BatchLoader, prefetch
 from data.shards import Windows
 from training.budget import Budget, fitted, open_budget, steps_at
 from training.checkpoint import Checkpoints, TrainState, model_tensors, replace_file
-from training.config import Config, to_json
+from training.config import Config, sections_of, to_json
 from training.evaluate import choose_windows, evaluate, windows_at_once
 from training.hardware import model_flops_utilisation, peak_flops
 from training.logger import RunLogger
@@ -126,8 +126,9 @@ def recording(run: Run) -> Iterator[None]:
     run.say = run.say if config.log.quiet else run.logger.say
     run.peak = peak_flops(run.setup.ranks.device, run.setup.precision.dtype)
     if config.log.wandb:
+        sections = {name: asdict(section) for name, section in sections_of(config)}
         state.wandb_id = run.logger.start_wandb(
-            run.folder, config.log.project, asdict(config), state.wandb_id
+            run.folder, config.log.project, sections, state.wandb_id
         )
     run.observer = Observer(config, run.setup, run.data, run.logger, run.warn)
     run.observer.begin(state.step, run.max_steps, run.argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from contextlib import nullcontext
 
@@ -15,6 +16,7 @@ from training.config import Config
 from training.logger import clock_text
 from training.memory import estimate_memory
 from training.run import Run
+from training.sections import seconds_of
 
 SAMPLE_TOKENS = 150  # of the sample at the end
 ASSUMED_MFU = 0.5  # of the estimate at the start
@@ -73,8 +75,23 @@ def say_finished(run: Run) -> None:
     """A run that has nothing left to do, and what one can still do with it."""
     run.warn(
         f"{run.folder} is finished at step {run.state.step}: {run.outcome}. To sample: "
-        f"{sample_command(run)}; to train on: --resume=must --max_steps=N"
+        f"{sample_command(run)}; to train on: the same command with {' '.join(to_train_on(run))}"
     )
+
+
+def to_train_on(run: Run) -> list[str]:
+    """Options with which a finished run takes steps again."""
+    options, budget = [], run.config.run.time_budget
+    if run.early:
+        options.append("--patience=0")
+    if run.state.step >= run.max_steps:
+        try:
+            used = max(seconds_of(budget), run.state.seconds)
+            options.append(f"--time_budget={math.ceil(2 * used)}s")
+        except ValueError:  # no budget, or another run's lengths
+            options += ["--time_budget=", "--resume=must"] if budget else []
+            options.append(f"--max_steps={2 * run.state.step}")
+    return options
 
 
 def say_stopped(run: Run) -> None:

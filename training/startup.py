@@ -20,6 +20,7 @@ from data.prepare import prepare
 from data.shards import Windows
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT
+from training.budget import lengthened, next_factor, open_budget
 from training.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -27,20 +28,24 @@ from training.checkpoint import (
     load_checkpoint,
     load_model_tensors,
 )
-from training.config import Config, from_json, to_json
+from training.config import OPTIONS, Config, differences, from_json, to_json
 from training.distributed import Ranks, default_threads, make_cublas_deterministic
-from training.folder import WRITTEN, check_own, lock_folder, move_aside
+from training.folder import WRITTEN, check_own, has_stepped, lock_folder, move_aside
 from training.hardware import hardware_name, keep_freed_memory
 from training.loading import config_of
 from training.microbatch import pick_micro_batch
 from training.optimizer import Optimizers
 from training.precision import Precision, pick_attention, pick_dtype
 from training.reduction import pick_reduction
-from training.resume import resume_problems, resumed
+from training.resume import is_other_recipe, resume_notes, resume_problems, resumed
 from training.step import Setup
 from training.weights import inherit_model, load_first_weights
 
 Say = Callable[[str], None]
+
+# What the learning rate of the next step depends on.
+RATE_OPTIONS = {option.full_name for option in OPTIONS.values() if option.section == "schedule"}
+RATE_OPTIONS |= {"optim.lr", "optim.muon_lr", "run.max_steps", "run.time_budget"}
 
 
 def open_run(
@@ -54,11 +59,15 @@ def open_run(
     Raises ConfigError if it holds another's files or recipe, FolderHeld if a process has it.
     """
 
+    def begin(config: Config) -> dict[str, str]:
+        open_budget(config.run, TrainState())  # a run to repeat that is not there is told now
+        return {"config": to_json(inherit_model(config, say)), "checkpoint": ""}
+
     def look() -> dict[str, str]:
         folder = Path(config.run.out_dir)
         stack.enter_context(lock_folder(folder))
         if config.run.overwrite:  # see clear_folder
-            return {"config": to_json(inherit_model(config, say)), "checkpoint": ""}
+            return begin(config)
         check_own(folder)
         checkpoints = Checkpoints(folder / "checkpoints", say)
         checkpoints.clean()
@@ -69,13 +78,23 @@ def open_run(
             raise ConfigError(f"run.resume=must: {folder} holds no checkpoint to go on from")
         saved = _saved_config(folder, newest)
         if saved is None:
-            return {"config": to_json(inherit_model(config, say)), "checkpoint": ""}
-        must = config.run.resume == "must"
-        problems = resume_problems(saved, config, must, can_resume=newest is not None)
+            return begin(config)
+        state = newest.state if newest is not None else None
+        stepped = has_stepped(folder) if state is None else state.step > 0
+        if not stepped and is_other_recipe(saved, config):
+            say(f"{folder}: no step was taken in it; beginning with the recipe of this start")
+            aside = newest is not None  # a checkpoint of the first weights
+            return begin(replace(config, run=replace(config.run, overwrite=aside)))
+        problems = resume_problems(saved, config, can_resume=newest is not None)
         if problems:
             raise ConfigError([f"{folder} holds a run with another recipe:", *problems])
-        path = str(newest.path) if newest else ""
-        return {"config": to_json(resumed(saved, config)), "checkpoint": path}
+        going_on = resumed(saved, config)
+        open_budget(going_on.run, TrainState())
+        unsaved = _unsaved_config(folder) if newest is not None else None
+        told = resume_notes(saved, config, unsaved) + _rate_notes(saved, going_on, state)
+        for line in told:
+            say(line)
+        return {"config": to_json(going_on), "checkpoint": str(newest.path) if newest else ""}
 
     found = ranks.share(look, "opening the run's folder")
     checkpoint = Path(found["checkpoint"]) if found["checkpoint"] else None
@@ -91,6 +110,21 @@ def clear_folder(config: Config, ranks: Ranks, stack: contextlib.ExitStack, say:
         stack.enter_context(lock_folder(folder))
 
 
+def _rate_notes(saved: Config, config: Config, state: TrainState | None) -> list[str]:
+    """From what to what another length or schedule takes the learning rate, in a line."""
+    changed = {name for name, _, _ in differences(saved, config)} & RATE_OPTIONS
+    if state is None or state.step == 0 or not changed:
+        return []
+    now = replace(state, fits=lengthened(saved.run, config.run, state))
+    last = next_factor(saved, replace(state, step=state.step - 1))
+    first = next_factor(config, now)
+    old, new = saved.optim, config.optim
+    rates = f"{old.lr * last:.3g} in step {state.step}, {new.lr * first:.3g} in the next"
+    if new.optimizer == "muon":
+        rates += f" (Muon's: {old.muon_lr * last:.3g}, {new.muon_lr * first:.3g})"
+    return [f"learning rate: {rates}"]
+
+
 def _saved_config(folder: Path, newest: Checkpoint | None) -> Config | None:
     if newest is not None:
         return config_of(newest)
@@ -100,6 +134,15 @@ def _saved_config(folder: Path, newest: Checkpoint | None) -> Config | None:
     except ConfigError as error:
         lines = [f"{folder}: {line}" for line in error.problems]
         raise ConfigError([*lines, "to move the folder aside: --overwrite=true"]) from error
+
+
+def _unsaved_config(folder: Path) -> Config | None:
+    """The recipe of the last start, which is newer than the checkpoint if nothing was saved since;
+    None if run.json is missing or damaged: it is about to be written anew."""
+    try:
+        return from_json((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -259,7 +302,7 @@ def _check_same_weights(model: GPT, ranks: Ranks) -> None:
             raise RuntimeError(f"rank {rank} starts with other weights than rank {ranks.rank}")
 
 
-def restore(path: Path | None, setup: Setup, data: Data, say: Say) -> TrainState:
+def restore(config: Config, path: Path | None, setup: Setup, data: Data, say: Say) -> TrainState:
     """Load a checkpoint into model and optimizer; a fresh TrainState if there is none.
 
     Raises ConfigError if the data is not what the run was trained on.
@@ -283,7 +326,8 @@ def restore(path: Path | None, setup: Setup, data: Data, say: Say) -> TrainState
         if checkpoint.about.get(name) != here[name]:
             say(f"note: {name} was {checkpoint.about.get(name)!r}, now {here[name]!r}")
     say(f"going on from {path}")
-    return checkpoint.state
+    state, began = checkpoint.state, from_json(checkpoint.run)
+    return replace(state, fits=lengthened(began.run, config.run, state))
 
 
 def environment(ranks: Ranks, data: Data) -> dict[str, object]:
