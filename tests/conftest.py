@@ -116,6 +116,23 @@ def command(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
     return run
 
 
+# A test with one of these markers runs only if it is asked for. Then it must not be skipped in
+# silence for want of a browser, a GPU, a model or root.
+
+ASKED_FOR = ("faults", "pretrained", "browser", "gpu")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    marked = [name for name in ASKED_FOR if item.get_closest_marker(name)]
+    if marked and report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"asked for by -m {marked[0]}, but cannot run here. {reason}"
+    return report
+
+
 # Figures of the fault tests, shown as a table when the session ends
 
 FIGURES = pytest.StashKey[list[tuple[str, str]]]()

@@ -267,6 +267,9 @@ def test_the_schedule_takes_each_source_in_order_and_by_its_weight(weights):
         assert mine[:count].max() == count - 1
         part = (sources[: CYCLE // 2] == source).mean()
         assert abs(part - weights[source]) < 0.03
+    # Every cycle and every seed has an order of its own.
+    assert (sources[:CYCLE] != sources[CYCLE:]).any()
+    assert (sources != schedule(np.arange(2 * CYCLE, dtype=np.uint64), counts, 6)[0]).any()
     some = np.array([3, CYCLE - 1, CYCLE, CYCLE + 7], dtype=np.uint64)
     again, within_again = schedule(some, counts, 5)
     assert again.tolist() == sources[some].tolist()

@@ -141,3 +141,7 @@ def test_values_out_of_range_are_named(name, good, bad):
 
 def test_all_problems_are_told_at_once():
     assert len(SamplingConfig(temperature=-1.0, top_k=-1, top_p=0.0).problems()) == 3
+
+
+def test_top_p_reached_exactly_needs_no_further_id():
+    assert distribution(torch.zeros(1, 4), top_p=0.5) == [0.5, 0.5, 0.0, 0.0]

@@ -23,7 +23,7 @@ from data.options import ConfigError
 from data.readers import How
 from data.sources import named_split, open_source, parse_mixture
 from data.split import FEW_DOCUMENTS, resolve_split, split_of
-from data.text import PIECE_BYTES, Piece, cut, decoded, document_pieces
+from data.text import PIECE_BYTES, Piece, cut, decoded, document_pieces, row_pieces
 
 ROOT = Path(__file__).parents[1]
 
@@ -165,6 +165,17 @@ def test_pieces_depend_on_the_text_alone(content, limit, chunk):
     whole = cut_by([content])
     assert cut_by([content[at : at + chunk] for at in range(0, len(content), chunk)]) == whole
     assert "".join(whole) == (content if content.strip() or len(whole) > 1 else "")
+
+
+@pytest.mark.parametrize("character", ["x", "é", "日", "🙂", "\n"])
+def test_a_row_is_cut_where_a_file_with_its_text_is(character, monkeypatch):
+    monkeypatch.setattr(text, "PIECE_BYTES", 16)
+    contents = [character * n for n in range(40)]
+    contents += ["\ufeff" + character * 9, f"a\r\n\rb{character * 20}\r", "\ufeff", " \r\n"]
+    for content in contents:
+        pieces = list(row_pieces(content, 7))
+        assert pieces == list(document_pieces([(content, 7)])), repr(content)
+        assert all(len(piece.text.encode()) <= 16 for piece in pieces)
 
 
 # What is read
@@ -612,6 +623,10 @@ def test_few_documents_are_split_by_the_tail_and_many_by_document():
     assert mode == "document"
     assert set(found["train"]) | set(found["val"]) == set(texts)
     assert 5 <= len(found["val"]) <= 40
+    # The twentieth document decides, and both of its splits are there.
+    assert {split_of(t, 0.5) for t in texts[: FEW_DOCUMENTS - 1]} == {"train", "val"}
+    assert split_text("auto", 0.5, texts[: FEW_DOCUMENTS - 1])[0] == "tail"
+    assert split_text("auto", 0.5, texts[:FEW_DOCUMENTS])[0] == "document"
 
 
 def test_auto_takes_the_tail_where_the_hash_would_leave_no_validation_text():

@@ -6,6 +6,7 @@ import inspect
 import json
 import sysconfig
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -226,6 +227,13 @@ def test_a_special_token_is_taken_for_one_when_asked(tokenizer):
     ids = tokenizer.encode(f"a{SPECIAL}b", special=True)
     assert ids == [*tokenizer.encode("a"), tokenizer.eot, *tokenizer.encode("b")]
     assert tokenizer.decode(ids) == "ab"
+
+
+@pytest.mark.parametrize("names", [["<a>", "<a>b"], ["<a>b", "<a>"]])
+def test_the_longest_special_token_that_fits_is_taken(names):
+    special = {name: 300 + len(name) for name in names}
+    made = replace(byte_tokenizer(), special=special)
+    assert made.encode("<a>b<a>c", special=True) == [304, 303, ord("c")]
 
 
 def test_an_empty_prompt_starts_from_the_separator_or_a_newline(tokenizer):
