@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,61 +15,99 @@ from pathlib import Path
 from typing import Any
 
 from data.encode import Encoded, encode_task, grouped, in_order, n_workers
-from data.meta import SPLITS, Meta, Shard, fingerprint, write_json, write_meta
+from data.index import Stamp, stamps_of
+from data.meta import (
+    META_FILE,
+    SPLITS,
+    Meta,
+    Shard,
+    fingerprint,
+    read_tokenizer,
+    write_json,
+    write_meta,
+)
 from data.options import ConfigError
 from data.plan import Plan, Say, make_tokenizer
 from data.pretokenized import encoded_ids
-from data.record import SOURCE_FILE
+from data.record import SOURCE_FILE, key_of, partial_folder
 from data.sources import what_was_read
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.writer import ShardWriter
 
-PROGRESS_FILE = "progress.json"
+PROGRESS_FILE = "progress.jsonl"
 
 
 @dataclass
 class Progress:
-    """How far a build has come; saved after each shard."""
+    """How far a build has come: a journal with one line after each shard, so that the time for it
+    does not grow with the number of shards."""
 
-    record: list[dict]
+    path: Path
     tasks: list[int]  # done of each source
     complete: list[bool]  # sources that are done
     shards: list[Shard]
 
-    def save(self, folder: Path) -> None:
-        write_json(folder / PROGRESS_FILE, asdict(self))
+    def add(self, number: int, tasks: int, complete: bool, shards: list[Shard]) -> None:
+        """Note, surely on disk, that these shards hold a source's tasks up to here."""
+        entry = [number, tasks, complete, [asdict(shard) for shard in shards]]
+        with self.path.open("ab") as stream:
+            stream.write(json.dumps(entry).encode() + b"\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._take(number, tasks, complete, shards)
+
+    def _take(self, number: int, tasks: int, complete: bool, shards: list[Shard]) -> None:
+        self.tasks[number], self.complete[number] = tasks, complete
+        self.shards += shards
+
+    def read(self) -> None:
+        """Take what the journal says, and cut off a last line that a kill has torn."""
+        good = 0
+        with self.path.open("r+b") as stream:
+            for line in stream:
+                try:
+                    number, tasks, complete, shards = json.loads(line)
+                    shards = [Shard(**shard) for shard in shards]
+                    if not line.endswith(b"\n"):
+                        break
+                    self._take(number, tasks, complete, shards)
+                except (ValueError, TypeError, IndexError):
+                    break
+                good += len(line)
+            stream.truncate(good)
 
 
-def _continued(folder: Path, record: list[dict], say: Say) -> Progress:
-    """The progress of a build of the same content, or a fresh one in an empty folder."""
-    found = _read_progress(folder / PROGRESS_FILE)
-    if found is not None and found.record == record:
+def _continued(partial: Path, made_from: dict[str, Any], say: Say) -> Progress:
+    """The progress of a build that was begun, or of one in a fresh folder."""
+    n_sources = len(made_from["sources"])
+    found = Progress(partial / PROGRESS_FILE, [0] * n_sources, [False] * n_sources, [])
+    if found.path.is_file():
+        found.read()
         if found.shards:
             say(f"continuing after {len(found.shards)} finished shards")
         return found
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    fresh = Progress(record, [0] * len(record), [False] * len(record), [])
-    fresh.save(folder)
-    return fresh
-
-
-def _read_progress(path: Path) -> Progress | None:
-    """The progress that was saved; None if none was, or it cannot be read."""
-    try:
-        about = json.loads(path.read_text("utf-8"))
-        shards = [Shard(**shard) for shard in about.pop("shards")]
-        return Progress(shards=shards, **about)
-    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_json(partial / SOURCE_FILE, made_from)
+    found.path.touch()
+    return found
 
 
 def build(
-    plan: Plan, record: list[dict], folder: Path, say: Say, progress: bool, shard_bytes: int
+    plan: Plan,
+    made_from: dict[str, Any],
+    stamps: list[list[Stamp]],
+    folder: Path,
+    say: Say,
+    progress: bool,
+    shard_bytes: int,
 ) -> Meta:
-    """Make the folder from the plan's sources, whose content `record` identifies."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    done = _continued(partial, record, say)
+    """Make the folder from the plan's sources. Its name ends in the key of `made_from`.
+
+    stamps: of each source's files, from before their content was hashed.
+    """
+    partial = partial_folder(folder.parent, key_of(made_from))
+    done = _continued(partial, made_from, say)
     tokenizer = _kept_tokenizer(plan, partial, say)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     with _bar(plan, folder.name, progress) as bar:
@@ -88,17 +127,17 @@ def build(
         tokenizer=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
         dtype=dtype,
-        fingerprint=fingerprint(partial, dtype, plan.weights, done.shards),
+        fingerprint=fingerprint(read_tokenizer(partial), dtype, plan.weights, done.shards),
         splits=[split.mode for split in plan.splits],
         weights=plan.weights,
         shards=done.shards,
     )
     _check_splits(plan, meta, partial)
-    if [entry["stamp"] for entry in record] != [source.stamp() for source in plan.sources]:
+    if stamps != [stamps_of(source) for source in plan.sources]:
+        shutil.rmtree(partial)  # it may hold some of the one content and some of the other
         raise ConfigError(f"data.source={plan.config.source} changed meanwhile: run this again")
-    write_json(partial / SOURCE_FILE, record)
     write_meta(partial, meta)
-    _replace(partial, folder)
+    _put(partial, folder)
     (folder / PROGRESS_FILE).unlink(missing_ok=True)  # last: until here it can be continued
     return meta
 
@@ -157,12 +196,8 @@ def _write_shards(
                 writers[split].append(some.ids, some.starts, some.bytes, some.documents)
             tasks += 1
             if sum(writer.bytes for writer in writers.values()) >= shard_bytes:
-                done.shards += _closed(writers)
-                done.tasks[number] = tasks
-                done.save(folder)
-        done.shards += _closed(writers)
-        done.tasks[number], done.complete[number] = tasks, True
-        done.save(folder)
+                done.add(number, tasks, False, _closed(writers))
+        done.add(number, tasks, True, _closed(writers))
     finally:
         for writer in writers.values():
             writer.abandon()
@@ -189,18 +224,20 @@ def _check_splits(plan: Plan, meta: Meta, partial: Path) -> None:
                 )
 
 
-def _replace(partial: Path, folder: Path) -> None:
-    """Put a complete folder in its place, surely on disk; the one before it is deleted."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+def _put(partial: Path, folder: Path) -> None:
+    """Give a complete folder its name, surely on disk. What has this name already stays."""
     if folder.exists():
-        os.rename(folder, old)
+        raise ConfigError(f"{folder} is in the way, and holds no {META_FILE}: move or delete it")
     os.rename(partial, folder)
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder.parent, os.O_DIRECTORY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    shutil.rmtree(old, ignore_errors=True)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:  # some network file systems cannot
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+        finally:
+            os.close(descriptor)
 
 
 # The tokenizer

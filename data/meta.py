@@ -100,9 +100,20 @@ def read_meta(folder: Path) -> Meta:
         ) from None
 
 
-def check_tokenizer(folder: Path, meta: Meta) -> None:
-    """Raise DamagedData unless the tokenizer's files are those that made the ids."""
-    if fingerprint(folder, meta.dtype, meta.weights, meta.shards) != meta.fingerprint:
+def read_tokenizer(folder: Path) -> dict[str, bytes]:
+    """The tokenizer's files in a prepared folder, by name."""
+    place = Path(folder) / "tokenizer"
+    files = sorted(place.iterdir()) if place.is_dir() else []
+    return {file.name: file.read_bytes() for file in files if not file.name.startswith(".")}
+
+
+def check_tokenizer(folder: Path, meta: Meta, files: dict[str, bytes] | None = None) -> None:
+    """Raise DamagedData unless the tokenizer's files are those that made the ids.
+
+    files: their content, if it is in memory.
+    """
+    files = read_tokenizer(folder) if files is None else files
+    if fingerprint(files, meta.dtype, meta.weights, meta.shards) != meta.fingerprint:
         raise DamagedData(
             f"{Path(folder) / 'tokenizer'} is not what was written: delete the folder and prepare "
             "again"
@@ -120,13 +131,13 @@ def _seal(about: dict) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
-def fingerprint(folder: Path, dtype: str, weights: list[float], shards: list[Shard]) -> str:
+def fingerprint(
+    tokenizer: dict[str, bytes], dtype: str, weights: list[float], shards: list[Shard]
+) -> str:
     """Hex of all that determines the ids and their meaning: shards and tokenizer files."""
-    place = Path(folder) / "tokenizer"
-    files = sorted(place.iterdir()) if place.is_dir() else []
-    tokenizer = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in files]
+    files = [[name, hashlib.sha256(tokenizer[name]).hexdigest()] for name in sorted(tokenizer)]
     ids = [[s.split, s.source, s.tokens, s.sha256] for s in shards]
-    return hashlib.sha256(json.dumps([dtype, weights, tokenizer, ids]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([dtype, weights, files, ids]).encode()).hexdigest()
 
 
 def write_json(path: Path, content: object) -> None:

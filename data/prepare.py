@@ -1,17 +1,20 @@
-"""Text to ids to shards, once for each source and tokenizer.
+"""Text to ids to shards, once for each content, tokenizer and options.
 
     python -m data.prepare --source=my.txt --tokenizer=bpe:4096     prepare it
     python -m data.prepare --source=my.txt --dry_run                say what would happen
     python -m data.prepare --source=my.txt --verify                 check every byte of it
+    python -m data.prepare --list                                   what has been prepared
+    python -m data.prepare --remove=NAME                            delete one of these
 
-A folder is made as `.NAME.partial`, shard by shard, and renamed when it is complete; killed on the
+A folder is made as `.KEY.partial`, shard by shard, and renamed when it is complete; killed on the
 way, the same command continues after the last finished shard.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
+import os
 import re
 import shutil
 import sys
@@ -19,55 +22,115 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from data.bpe import SPLIT_PATTERN
 from data.build import build
-from data.command import run_command
+from data.command import make_folder, run_command
 from data.config import DataConfig
-from data.meta import META_FILE, read_meta
+from data.index import Content, content_of, last_digest, unreadable
+from data.meta import read_meta
 from data.options import ConfigError, parse_sections
 from data.plan import Say, make_plan
-from data.pretrained import opening_ids
 from data.preview import preview
-from data.record import has_same_content, is_complete, is_current, lock, source_record
-from data.sources import STDIN, Source, absolute, open_source, parse_mixture
+from data.record import (
+    find_key,
+    is_complete,
+    key_of,
+    list_folders,
+    lock,
+    note_use,
+    read_made_from,
+    remove_folder,
+)
+from data.sources import STDIN, Source, open_source, parse_mixture
 from data.tokenizer import ready_tokenizer
 from data.verify import summary, verify
+from data.vocabulary import FILE, Tokenizer
 
 FORMAT = 2  # of the prepared folder; another one is another folder
 SHARD_BYTES = 128 << 20  # of text
 READ_BYTES = 1 << 20
 
 
-def prepared_folder(config: DataConfig) -> Path:
-    """Where the data of these options is, or will be: source + tokenizer + hash of the options."""
-    root = Path(config.prepared_dir or Path(__file__).parent / "prepared")
-    key = hashlib.sha256(json.dumps(_what_matters(config)).encode()).hexdigest()[:8]
+def prepared_root(config: DataConfig) -> Path:
+    """The folder that prepared folders lie in."""
+    return Path(config.prepared_dir or Path(__file__).parent / "prepared")
+
+
+def prepared_folder(config: DataConfig, *, read: bool = True) -> Path:
+    """Where the data of these options is, or will be.
+
+    read: hash the sources, unless they are known; else take them for what they last were.
+    Raises ConfigError if it is not known, and cannot be read, what they hold.
+    """
+    root = prepared_root(config)
+    made_from = _made_from(config, _digests(config, root, read), _ready(config))
+    return _folder_for(config, root, made_from)
+
+
+def _folder_for(config: DataConfig, root: Path, made_from: dict[str, Any]) -> Path:
+    """The complete folder made from this, or else the one that it would be: what is prepared, the
+    tokenizer, and the key."""
     first = parse_mixture(config.source)[0][0]
-    name = re.sub(r"\W+", "_", first.rstrip("/").rpartition("/")[2]).strip("_")
+    name = re.sub(r"\W+", "_", first.rstrip("/").rpartition("/")[2]).strip("_") or "data"
     tokenizer = re.sub(r"\W+", "", config.tokenizer.rstrip("/").rpartition("/")[2])
-    return root / f"{name[:40] or 'data'}-{tokenizer[:40]}-{key}"
+    key = key_of(made_from)
+    return find_key(root, key) or root / f"{name[:40]}-{tokenizer[:40]}-{key}"
+
+
+def _made_from(config: DataConfig, digests: list[str], ready: Tokenizer | None) -> dict[str, Any]:
+    """All that determines the ids, and the spelling of the sources for the reader."""
+    sources = [
+        {"spec": spec, "weight": weight, "digest": digest}
+        for (spec, weight), digest in zip(parse_mixture(config.source), digests, strict=True)
+    ]
+    return {
+        "format": FORMAT,
+        "sources": sources,
+        "tokenizer": _identity(config.tokenizer, ready),
+        "options": _what_matters(config),
+    }
 
 
 def _what_matters(config: DataConfig) -> list:
-    """Everything but the sources' content that determines the ids."""
-    sources = [[_identity(spec), weight] for spec, weight in parse_mixture(config.source)]
-    tokenizer = config.tokenizer
-    file = Path(tokenizer.removeprefix("hf:")).expanduser() / "tokenizer.json"
-    if tokenizer.startswith("hf:") and file.is_file():
-        tokenizer = hashlib.sha256(file.read_bytes()).hexdigest()
-        tokenizer += "".join(f" {i}" for i in opening_ids(file.read_text(encoding="utf-8")))
-    elif tokenizer.startswith("bpe:"):
-        tokenizer += SPLIT_PATTERN
-    options = [config.split, config.val_fraction, config.text_field, config.errors]
-    return [FORMAT, sources, tokenizer, *options]
+    """The options, apart from source and tokenizer, that determine the ids."""
+    return [config.split, config.val_fraction, config.text_field, config.errors]
 
 
-def _identity(spec: str) -> str:
-    if spec == "stdlib":  # every Python has its own
-        return f"stdlib {'.'.join(map(str, sys.version_info[:3]))}"
-    return spec if spec == STDIN or spec.startswith("hub:") else str(absolute(spec))
+def _identity(name: str, ready: Tokenizer | None) -> str:
+    """What a tokenizer does: by name if that says it all, else by the content of its files."""
+    if name.startswith("hf:") and ready is not None:
+        files = {file: text for file, text in ready.files.items() if file != FILE}  # it has a path
+        does = [sorted(files.items()), ready.eot, ready.bos]
+        return hashlib.sha256(repr(does).encode()).hexdigest()
+    return name + SPLIT_PATTERN if name.startswith("bpe:") else name
+
+
+def _ready(config: DataConfig) -> Tokenizer | None:
+    """The tokenizer, if only its files say what it is."""
+    return ready_tokenizer(config.tokenizer) if config.tokenizer.startswith("hf:") else None
+
+
+def _digests(config: DataConfig, root: Path, read: bool) -> list[str]:
+    """The content of each source; what it last was if one cannot, or shall not, be read."""
+    last = [last_digest(spec, root) for spec, _ in parse_mixture(config.source)]
+    if not read and not all(last):
+        raise ConfigError(f"data.source={config.source} has not been prepared")
+    try:
+        return [content_of(s, root).digest for s in _opened(config)] if read else last
+    except ConfigError:
+        if not all(last):
+            raise
+        return last
+
+
+def _opened(config: DataConfig, spool: Path | None = None) -> list[Source]:
+    """The sources, with what came on standard input in the file `spool`."""
+    try:
+        return [open_source(spec, spool) for spec, _ in parse_mixture(config.source)]
+    except OSError as error:  # a folder above one is closed to us, say
+        raise unreadable(error.filename, error) from error
 
 
 def prepare(
@@ -77,88 +140,144 @@ def prepare(
     progress: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """The folder of shards of these options, made if it is not there or no longer current.
+    """The folder of shards of these options, made if it is not there.
 
     One process prepares; others that ask for the same wait and find it. Raises ConfigError for what
     cannot be read, OSError for a disk that cannot be written.
     """
-    folder = prepared_folder(config)
-    parts = parse_mixture(config.source)
-    from_stdin = STDIN in [spec for spec, _ in parts]
-    if not from_stdin and _is_there(folder, parts, say):
-        return folder
-    spool = folder.with_name(f".{folder.name}.stdin")
+    root = prepared_root(config)
+    specs = [spec for spec, _ in parse_mixture(config.source)]
     try:
-        with lock(folder.with_name(f".{folder.name}.lock"), say), _removed(spool):
-            if from_stdin and not _spool(spool) and is_complete(folder):
-                say(f"nothing came on standard input; using {folder}, prepared from what once came")
-                return folder
-            sources = [open_source(spec, spool) for spec, _ in parts]
-            if not is_current(folder, sources):  # nobody has made it while we waited
-                weights = [weight for _, weight in parts]
-                _prepare(config, sources, weights, folder, say, progress, shard_bytes)
+        with _standard_input(root) if STDIN in specs else contextlib.nullcontext() as spool:
+            if spool is not None and spool.stat().st_size == 0:
+                raise ConfigError(
+                    "data.source=-: nothing came on standard input. A run that has a checkpoint "
+                    "goes on without it; else pipe the text in again"
+                )
+            folder = _prepare(config, root, specs, spool, say, progress, shard_bytes)
     except OSError as error:
-        error.filename = error.filename or str(folder)
+        error.filename = error.filename or str(root)
         raise
+    note_use(folder)
     return folder
-
-
-@contextmanager
-def _removed(file: Path) -> Iterator[None]:
-    """Remove a file at the end, whatever happens."""
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
-
-
-def _is_there(folder: Path, parts: list[tuple[str, float]], say: Say) -> bool:
-    """Whether the folder can be used without reading the sources."""
-    try:
-        sources = [open_source(spec) for spec, _ in parts]
-    except ConfigError as error:
-        if not is_complete(folder):
-            raise
-        say(f"{error}; using {folder}, which was prepared from it")
-        return True
-    return is_current(folder, sources)
-
-
-def _spool(spool: Path) -> bool:
-    """Keep standard input in a file, which can be read twice; False if nothing comes."""
-    spool.parent.mkdir(parents=True, exist_ok=True)
-    with spool.open("wb") as stream:
-        if not sys.stdin.isatty():
-            shutil.copyfileobj(sys.stdin.buffer, stream, READ_BYTES)
-        return stream.tell() > 0
 
 
 def _prepare(
     config: DataConfig,
+    root: Path,
+    specs: list[str],
+    spool: Path | None,
+    say: Say,
+    progress: bool,
+    shard_bytes: int,
+) -> Path:
+    """See `prepare`; what comes on standard input is in the file `spool`."""
+    try:
+        sources = _opened(config, spool)
+    except ConfigError as error:
+        folder = _prepared_before(config, specs)
+        if folder is None:
+            raise
+        say(f"{error}; using {folder}, which was prepared from it")
+        return folder
+    before = [last_digest(spec, root) for spec in specs]
+    contents = [content_of(source, root) for source in sources]
+    made_from = _made_from(config, [content.digest for content in contents], _ready(config))
+    folder = _folder_for(config, root, made_from)
+    if is_complete(folder):
+        return folder
+    with lock(root / f".{key_of(made_from)}.lock", say):
+        folder = _folder_for(config, root, made_from)
+        if not is_complete(folder):  # nobody has made it while we waited
+            for spec, old, content in zip(specs, before, contents, strict=True):
+                if old not in ("", content.digest):
+                    say(f"{spec} has changed since it was prepared: preparing it anew")
+            _make(config, sources, contents, made_from, folder, say, progress, shard_bytes)
+    return folder
+
+
+def _prepared_before(config: DataConfig, specs: list[str]) -> Path | None:
+    """The folder prepared from sources that are no longer there, if there is one."""
+    if STDIN in specs:
+        return None
+    with contextlib.suppress(ConfigError):
+        folder = prepared_folder(config)
+        return folder if is_complete(folder) else None
+    return None
+
+
+@contextmanager
+def _standard_input(root: Path) -> Iterator[Path]:
+    """Standard input as a file, which can be read twice; it is deleted in the end."""
+    make_folder(root, "data.prepared_dir")
+    spool = root / f".stdin-{os.getpid()}"
+    try:
+        with spool.open("wb") as stream:
+            if not sys.stdin.isatty():
+                shutil.copyfileobj(sys.stdin.buffer, stream, READ_BYTES)
+        yield spool
+    finally:
+        spool.unlink(missing_ok=True)
+
+
+def _make(
+    config: DataConfig,
     sources: list[Source],
-    weights: list[float],
+    contents: list[Content],
+    made_from: dict[str, Any],
     folder: Path,
     say: Say,
     progress: bool,
     shard_bytes: int,
 ) -> None:
     tokenizer = ready_tokenizer(config.tokenizer)  # first: it may not be there
-    record = source_record(sources)
-    if has_same_content(folder, record):
-        return
-    if is_complete(folder):
-        name = "standard input" if config.source == STDIN else config.source
-        say(f"{name} has changed since it was prepared: preparing it anew")
     for source in sources:
         for note in source.notes:
             say(f"{source.spec}: {note}")
+    weights = [source["weight"] for source in made_from["sources"]]
     plan = make_plan(config, sources, weights, tokenizer)
-    say(f"prepared {folder}: {summary(build(plan, record, folder, say, progress, shard_bytes))}")
+    stamps = [content.stamps for content in contents]
+    meta = build(plan, made_from, stamps, folder, say, progress, shard_bytes)
+    say(f"prepared {folder}: {summary(meta)}")
 
 
-def _completed_at(folder: Path) -> int | None:
-    """When a folder was prepared to the end; None if it was not."""
-    return (folder / META_FILE).stat().st_mtime_ns if is_complete(folder) else None
+def difference_from(folder: Path, config: DataConfig, began_with: str, say: Say) -> str:
+    """Why `folder`, which a run was trained on, is not what its config names; "" if it is.
+
+    Content decides: a source may lie elsewhere than `began_with`, the run's own, says, and one that
+    is gone, or comes on standard input no more, is not needed. Each is said.
+    """
+    root, made_from = prepared_root(config), read_made_from(folder)
+    then = [(source["digest"], source["weight"]) for source in made_from["sources"]]
+    parts = parse_mixture(config.source)
+    from_stdin = any(spec == STDIN for spec, _ in parts)
+    with _standard_input(root) if from_stdin else contextlib.nullcontext() as spool:
+        try:
+            if spool is not None and spool.stat().st_size == 0:
+                raise ConfigError("data.source=-: nothing came on standard input")
+            digests = [content_of(source, root).digest for source in _opened(config, spool)]
+        except ConfigError as error:
+            if config.source != began_with:
+                raise
+            say(f"{error}; going on with {folder}, which was prepared from it")
+            digests = [digest for digest, _ in then]
+    weights = [weight for _, weight in parts]
+    if list(zip(digests, weights, strict=True)) != then:
+        return f"data.source={config.source}: its content is not what the run was trained on"
+    if config.source != began_with:
+        say(f"data.source={config.source} holds what {began_with} held; going on")
+    return _tokenizer_difference(folder, config, made_from["tokenizer"], say)
+
+
+def _tokenizer_difference(folder: Path, config: DataConfig, identity: str, say: Say) -> str:
+    try:
+        ready = _ready(config)
+    except ConfigError as error:
+        say(f"{error}; going on with the tokenizer in {folder}")
+        return ""
+    if ready is not None and _identity(config.tokenizer, ready) != identity:
+        return f"data.tokenizer={config.tokenizer}: not the one that the run was trained with"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -167,23 +286,32 @@ class Actions:
 
     dry_run: Annotated[bool, "say what would happen, and prepare nothing"] = False
     verify: Annotated[bool, "check every byte of what was prepared"] = False
+    list: Annotated[bool, "list what was prepared: name, size, last use, source"] = False
+    remove: Annotated[str, "delete the prepared folder of this name"] = ""
 
 
 def main(argv: list[str]) -> int:
     """The command: prepare, or what is asked for instead."""
-    usage = "python -m data.prepare [--source=... --tokenizer=...] [--dry_run | --verify]"
+    usage = (
+        "python -m data.prepare [--source=... --tokenizer=...] "
+        "[--dry_run | --verify | --list | --remove=NAME]"
+    )
     sections, _ = parse_sections(argv, {"data": DataConfig, "": Actions}, usage=usage)
     config, actions = sections["data"], sections[""]
-    if actions.dry_run:
+    if actions.list:
+        list_folders(prepared_root(config))
+    elif actions.remove:
+        remove_folder(prepared_root(config), actions.remove)
+    elif actions.dry_run:
         preview(config)
         folder = prepared_folder(config)
         print(f"folder {folder}: {'is there' if is_complete(folder) else 'would be made'}")
     elif actions.verify:
         verify(prepared_folder(config))
     else:
-        before = _completed_at(prepared_folder(config))
-        folder = prepare(config)
-        if _completed_at(folder) == before:
+        made: list[str] = []
+        folder = prepare(config, say=lambda text: made.append(text) or print(text))
+        if not any(text.startswith(f"prepared {folder}") for text in made):
             print(f"{folder} is there: {summary(read_meta(folder))}")
     return 0
 

@@ -1,80 +1,191 @@
-"""What a prepared folder was made from, and who may prepare it now."""
+"""Prepared folders beside each other: found by what they were made from, held, listed, removed.
+
+A folder's name ends in a hash of the content, the tokenizer and the options that it was made from.
+It is never changed or replaced: other content is another folder. Its time is that of its last use.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from data.command import make_folder
-from data.meta import META_FILE, write_json
-from data.sources import Source
+from data.meta import META_FILE, DamagedData, read_meta
+from data.options import ConfigError
 
 SOURCE_FILE = "source.json"
+KEY_LENGTH = 12
 POLL_SECONDS = 0.2
+Say = Callable[[str], None]
 
 
-def source_record(sources: list[Source]) -> list[dict]:
-    """What identifies the content of each source: a cheap stamp and a SHA-256."""
-    return [{"stamp": source.stamp(), "sha256": source.digest()} for source in sources]
+def key_of(made_from: dict[str, Any]) -> str:
+    """The end of a folder's name: a hash of what it is made from, wherever the sources lie."""
+    sources = [[source["digest"], source["weight"]] for source in made_from["sources"]]
+    matters = json.dumps({**made_from, "sources": sources}, sort_keys=True)
+    return hashlib.sha256(matters.encode()).hexdigest()[:KEY_LENGTH]
+
+
+def partial_folder(root: Path, key: str) -> Path:
+    """Where a folder of this key is made, to be renamed once it is complete."""
+    return root / f".{key}.partial"
+
+
+def find_key(root: Path, key: str) -> Path | None:
+    """The complete folder of this key, whatever else its name says."""
+    return next(filter(is_complete, sorted(root.glob(f"[!.]*-{key}"))), None)
+
+
+def find_fingerprint(root: Path, fingerprint: str, hint: str = "") -> Path | None:
+    """The folder of prepared data with this fingerprint; `hint` is looked at first."""
+    for folder in [Path(hint), *sorted(root.glob("[!.]*"))] if hint else sorted(root.glob("[!.]*")):
+        with contextlib.suppress(ConfigError, DamagedData, OSError):
+            if read_meta(folder).fingerprint == fingerprint:
+                return folder
+    return None
 
 
 def is_complete(folder: Path) -> bool:
     """Whether a folder was prepared to the end."""
-    return (folder / META_FILE).is_file() and (folder / SOURCE_FILE).is_file()
+    return (folder / META_FILE).is_file()
 
 
-def is_current(folder: Path, sources: list[Source]) -> bool:
-    """Whether a folder was made from files of the same names, sizes and times; reads none."""
-    return is_complete(folder) and _known(folder, "stamp") == [s.stamp() for s in sources]
-
-
-def has_same_content(folder: Path, record: list[dict]) -> bool:
-    """Whether a folder was made from the same bytes; their new times are then noted in it."""
-    if not is_complete(folder) or _known(folder, "sha256") != [e["sha256"] for e in record]:
-        return False
-    if os.access(folder, os.W_OK):
-        write_json(folder / SOURCE_FILE, record)
-    return True
-
-
-def _known(folder: Path, what: str) -> list:
+def read_made_from(folder: Path) -> dict[str, Any]:
+    """What a folder was made from, as source.json says; {} if that cannot be told."""
     try:
-        return [entry[what] for entry in json.loads((folder / SOURCE_FILE).read_text("utf-8"))]
-    except (ValueError, TypeError, KeyError, RecursionError):  # damaged: nothing is known
-        return []
+        found = json.loads((folder / SOURCE_FILE).read_text("utf-8"))
+        if [source["digest"] for source in found["sources"]]:
+            return found
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        pass
+    return {}
+
+
+def note_use(folder: Path) -> None:
+    """Let the folder's time say that it is used now."""
+    with contextlib.suppress(OSError):  # somebody else's
+        os.utime(folder)
+
+
+# Locks
 
 
 @contextmanager
-def lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+def lock(path: Path, say: Say) -> Iterator[None]:
     """Hold a lock file; waits while another process holds it. The lock ends with its process."""
-    try:
-        import fcntl
-    except ImportError:
-        say("this platform has no file locks: prepare with one process at a time")
-        yield
-        return
     make_folder(path.parent, "data.prepared_dir")
     with path.open("a+") as stream:
         waiting = False
-        while not _try_lock(fcntl, stream):
+        while (state := _try_lock(stream)) == "held":
             if not waiting:
                 stream.seek(0)
                 say(f"waiting for process {stream.read().strip()}, which prepares this data")
             waiting = True
             time.sleep(POLL_SECONDS)
+        if state == "no locks":
+            say(f"note: {path.parent} has no file locks: prepare with one process at a time")
         stream.truncate(0)
         stream.write(f"{os.getpid()}\n")
         stream.flush()
         yield
 
 
-def _try_lock(fcntl, stream) -> bool:
+def hold(folder: Path) -> BinaryIO:
+    """Hold a folder for as long as the file that this returns is open: it is not removed then.
+
+    Raises ConfigError if it is being removed.
+    """
+    stream = (folder / META_FILE).open("rb")
+    gone = _try_lock(stream, shared=True) == "held" or not is_complete(folder)
+    if gone:
+        stream.close()
+        raise ConfigError(f"{folder} is being removed: run this again")
+    return stream
+
+
+def _try_lock(stream: Any, shared: bool = False) -> str:
+    """ "locked", "held" by another process, or "no locks" on this platform or file system."""
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        import fcntl
+
+        fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    return True
+        return "held"
+    except ImportError:
+        return "no locks"
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        return "no locks"
+    return "locked"
+
+
+# Listing and removing
+
+
+def list_folders(root: Path, say: Say = print) -> None:
+    """Say name, source, size and last use of each prepared folder, the last used first."""
+    found = [folder for folder in _folders(root) if folder.is_dir()]
+    if not found:
+        say(f"{root} holds no prepared data")
+    for folder in sorted(found, key=lambda folder: -folder.stat().st_mtime):
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
+        megabytes = f"{_size(folder) / 1e6:,.1f} MB"
+        say(f"{folder.name}  {megabytes}  last used {used}  source {_source(folder)}")
+
+
+def remove_folder(root: Path, name: str, say: Say = print) -> None:
+    """Delete one prepared folder, or one that is not finished. Raises ConfigError if there is none
+    of this name, or a process uses it."""
+    folder = root / name
+    if folder not in _folders(root):
+        raise ConfigError(f"remove={name}: {root} holds no prepared data of this name; see --list")
+    unfinished = not is_complete(folder)
+    file = root / f".{_key(folder)}.lock" if unfinished else folder / META_FILE
+    with file.open("ab") as stream:
+        state = _try_lock(stream)
+        if state == "held":
+            doing = "is being prepared" if unfinished else "is used by a run"
+            raise ConfigError(f"remove={name}: {doing}: wait until that process has ended")
+        if state == "no locks":
+            say(f"note: {root} has no file locks: whether a run uses {name} cannot be seen")
+        size, source = _size(folder), _source(folder)
+        doomed = root / f".removed-{name.strip('.')}-{os.getpid()}"
+        os.rename(folder, doomed)  # first: half of a folder must not be taken for a whole one
+        shutil.rmtree(doomed)
+    say(f"removed {folder} ({size / 1e6:,.1f} MB, made from {source})")
+
+
+def _folders(root: Path) -> list[Path]:
+    """Prepared folders, and those that are not finished."""
+    complete = [folder for folder in root.glob("[!.]*") if is_complete(folder)]
+    return [*complete, *root.glob(".*.partial")]
+
+
+def _key(folder: Path) -> str:
+    return folder.name.removeprefix(".").removesuffix(".partial")
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _source(folder: Path) -> str:
+    """The sources that a folder says it was made from."""
+    made_from = read_made_from(folder)
+    if made_from:
+        specs = [source.get("spec", "?") for source in made_from["sources"]]
+        return " + ".join(specs) + " (not finished)" * (not is_complete(folder))
+    try:
+        return read_meta(folder).source
+    except (ConfigError, DamagedData):
+        return "?"

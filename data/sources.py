@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import re
 import sysconfig
@@ -17,7 +16,6 @@ from data.hub import hub_pieces, parse_hub
 from data.options import ConfigError
 from data.readers import (
     CODE_SUFFIXES,
-    READ_BYTES,
     STRUCTURED,
     TEXT_SUFFIXES,
     How,
@@ -88,22 +86,6 @@ class Source:
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.stat().st_size for file in self.files)
-
-    def stamp(self) -> list[list]:
-        """[name, size, mtime in ns] of each file; equal stamps are taken for equal content."""
-        stats = [(self.name_of(file), file.stat()) for file in self.files]
-        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-
-    def digest(self) -> str:
-        """SHA-256 over the names and the content of all files; of the name alone for a hub."""
-        total = hashlib.sha256(self.spec.encode() if not self.files else b"")
-        for file in self.files:
-            content = hashlib.sha256()
-            with file.open("rb") as stream:
-                while chunk := stream.read(READ_BYTES):
-                    content.update(chunk)
-            total.update(os.fsencode(f"{self.name_of(file)}\0{content.hexdigest()}\n"))
-        return total.hexdigest()
 
     def name_of(self, file: Path) -> str:
         """A file's name within the source."""

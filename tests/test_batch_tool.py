@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
 from data.loader import BatchLoader
 from data.options import ConfigError
 from data.prepare import prepared_folder
-from data.shards import Windows, read_meta
+from data.shards import Windows
 from data.tokenizer import load_tokenizer
 from tools import batch
+from training.checkpoint import find_checkpoint
 from training.history import read_history
 
 
@@ -61,12 +63,16 @@ def test_long_windows_are_shortened_and_said():
     assert batch.shortened("abcdef", 0) == "abcdef"
 
 
-def test_changed_data_is_refused(trained, monkeypatch):
+def test_data_that_is_gone_is_told(trained, tmp_path):
     config = read_history(trained).config
-    meta = read_meta(batch.data_folder(trained, config))
-    monkeypatch.setattr("data.shards.read_meta", lambda _: replace(meta, fingerprint="0" * 64))
-    with pytest.raises(ConfigError, match="fingerprint 000000000000"):
-        batch.data_folder(trained, config)
+    assert batch.data_folder(trained, config).is_dir()
+    about = find_checkpoint(trained, "latest").about
+    elsewhere = replace(config, data=replace(config.data, prepared_dir=str(tmp_path)))
+    with mock.patch("training.checkpoint.find_checkpoint") as found:
+        found.return_value.about = {**about, "data_folder": str(tmp_path / "gone")}
+        assert batch.data_folder(trained, config).is_dir()  # found by its fingerprint
+        with pytest.raises(ConfigError, match=about["data_fingerprint"][:12]):
+            batch.data_folder(trained, elsewhere)
 
 
 @pytest.mark.parametrize(

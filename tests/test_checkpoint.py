@@ -32,19 +32,12 @@ from training.manifest import (
 )
 from training.state import TrainState, state_from_json
 
+TOKENIZER = {"plaingpt_tokenizer.json": b'{"kind": "byte"}'}
 ABOUT = {"data_fingerprint": "f", "world": 1}
 
 
 @pytest.fixture
-def tokenizer(tmp_path) -> Path:
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    (folder / "plaingpt_tokenizer.json").write_text('{"kind": "byte"}')
-    return folder
-
-
-@pytest.fixture
-def save(tmp_path, tokenizer):
+def save(tmp_path):
     """save(step, checkpoints=...): a small checkpoint whose tensors tell the step."""
     ours = Checkpoints(tmp_path / "run" / "checkpoints", say=lambda text: None)
 
@@ -52,7 +45,7 @@ def save(tmp_path, tokenizer):
         model = {"a": torch.full((3, 5), float(step)), "b": torch.arange(4.0) + step}
         optim = {"a::step": torch.tensor(float(step)), "b::exp_avg": torch.ones(4)}
         saved = TrainState(step=step, **state)
-        checkpoints.save(saved, model, optim, '{"model": {}}', tokenizer, ABOUT)
+        checkpoints.save(saved, model, optim, '{"model": {}}', TOKENIZER, ABOUT)
         return checkpoints
 
     return save
@@ -393,12 +386,12 @@ def test_a_fault_of_the_disk_is_no_warning(save, monkeypatch, name):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("file", ["model", "optim"])
-def test_a_newest_that_is_not_finite_is_passed_over(save, tmp_path, tokenizer, file, value):
+def test_a_newest_that_is_not_finite_is_passed_over(save, tmp_path, file, value):
     """As versions before this check have written it."""
     checkpoints, said = save(1), []
     tensors = {"a": torch.tensor([1.0, value, 2.0]), "empty": torch.zeros(0)}
     both = {"model": {"a": torch.ones(3)}, "optim": {"a::step": torch.tensor(1.0)}, file: tensors}
-    checkpoints.save(TrainState(step=2), both["model"], both["optim"], "{}", tokenizer, ABOUT)
+    checkpoints.save(TrainState(step=2), both["model"], both["optim"], "{}", TOKENIZER, ABOUT)
     fresh = Checkpoints(checkpoints.folder, said.append)
     assert fresh.newest().state.step == 1
     assert "a is not finite" in said[0]

@@ -15,7 +15,7 @@ from faultlib import train, verified
 
 from data.command import exit_code_of
 from data.meta import DamagedData, check_tokenizer, read_meta
-from data.record import has_same_content
+from data.record import read_made_from
 from data.shards import Windows
 from data.tokenizer import load_tokenizer
 from training.checkpoint import Checkpoints
@@ -140,8 +140,8 @@ def test_every_value_of_meta_json_is_covered_by_its_seal(key, trained, tiny_fold
 
 
 def everything(folder: Path) -> tuple:
-    """As a training reads it. source.json only tells whether to prepare anew."""
-    has_same_content(folder, [])
+    """As a training reads it. source.json only tells what it was made from."""
+    read_made_from(folder)
     meta = read_meta(folder)
     check_tokenizer(folder, meta)
     tokenizer = load_tokenizer(folder / "tokenizer")

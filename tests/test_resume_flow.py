@@ -172,11 +172,39 @@ def test_another_recipe_is_refused_with_the_ways_on(trained, train_tiny, options
     assert snapshot(trained) == before
 
 
-def test_data_that_has_changed_is_refused(train_tiny, tmp_path):
+def test_data_that_has_changed_is_refused_and_the_runs_own_stays(train_tiny, tmp_path, capsys):
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("abcdefgh\n" * 60)
+    options = {"source": text, "prepared_dir": tmp_path / "prepared", "max_steps": 4}
+    train_tiny(run, **options, checkpoint_interval=2)
+    shutil.rmtree(run / "checkpoints/step-4")
+    text.write_text("abcdefhg\n" * 60)
+    (own,) = (tmp_path / "prepared").glob("text_txt-*")
+    prepared, before = snapshot(own), snapshot(run)
+    with pytest.raises(ConfigError, match=r"(?s)not what the run was trained on.*--resume=must"):
+        train_tiny(run, **options, checkpoint_interval=2)
+    assert snapshot(run) == before
+    assert snapshot(own) == prepared
+    shutil.copytree(run, tmp_path / "must")
+    text.write_text("abcdefgh\n" * 60)
+    assert train_tiny(run, **options, checkpoint_interval=2) == 0
+    text.write_text("abcdefhg\n" * 60)
+    capsys.readouterr()
+    assert train_tiny(tmp_path / "must", **options, checkpoint_interval=2, resume="must") == 0
+    assert "going on with the run's own data" in capsys.readouterr().out
+    ends = [
+        (folder / "checkpoints/step-4/model.safetensors").read_bytes()
+        for folder in (run, tmp_path / "must")
+    ]
+    assert ends[0] == ends[1]
+
+
+def test_data_whose_folder_is_gone_too_is_compared_by_its_fingerprint(train_tiny, tmp_path):
     text, run = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("abcdefgh\n" * 60)
     options = {"source": text, "prepared_dir": tmp_path / "prepared"}
     train_tiny(run, **options, max_steps=2)
+    shutil.rmtree(tmp_path / "prepared")
     text.write_text("abcdefhg\n" * 60)
     before = snapshot(run)
     with pytest.raises(ConfigError, match="was trained on other data.*--overwrite=true"):

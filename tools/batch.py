@@ -66,19 +66,20 @@ def logged(run: Path, step: int) -> Iterator[str]:
 def data_folder(run: Path, config: Config) -> Path:
     """The prepared data that the run was trained on.
 
-    Raises ConfigError if it is not there or is no longer what it was.
+    Raises ConfigError if it is not there.
     """
-    from data.prepare import prepared_folder
-    from data.shards import read_meta
+    from data.prepare import prepared_root
+    from data.record import find_fingerprint
     from training.checkpoint import find_checkpoint
 
-    folder = prepared_folder(config.data)
-    found = read_meta(folder).fingerprint
     about = find_checkpoint(run, "latest").about
-    if about["data_fingerprint"] != found:
+    wanted, hint = str(about["data_fingerprint"]), str(about.get("data_folder", ""))
+    root = prepared_root(config.data)
+    folder = find_fingerprint(root, wanted, hint)
+    if folder is None:
         raise ConfigError(
-            f"{folder} has fingerprint {found[:12]}, the run was trained on "
-            f"{about['data_fingerprint'][:12]}: bring the old source back to see its windows"
+            f"{root} holds no data with fingerprint {wanted[:12]}, which the run was trained on: "
+            "prepare its source again to see its windows"
         )
     return folder
 

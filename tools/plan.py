@@ -118,7 +118,7 @@ def vocabulary(config: Config) -> tuple[int, Meta | None, str]:
     from data.pretrained import TIKTOKEN_SIZES
 
     try:
-        meta = read_meta(prepared_folder(config.data))
+        meta = read_meta(prepared_folder(config.data, read=False))
         return meta.vocab_size, meta, ""
     except (ConfigError, OSError):
         pass  # not prepared, or the source is not there

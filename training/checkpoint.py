@@ -72,7 +72,7 @@ class Checkpoints:
         model: dict[str, Tensor],
         optim: dict[str, Tensor],
         run_json: str,
-        tokenizer: Path,
+        tokenizer: dict[str, bytes],
         about: dict[str, Any],
     ) -> bool:
         """Write step-N, complete or not at all. False if this state is there and good already.
@@ -239,7 +239,7 @@ def _write_files(
     model: dict[str, Tensor],
     optim: dict[str, Tensor],
     run_json: str,
-    tokenizer: Path,
+    tokenizer: dict[str, bytes],
 ) -> dict[str, Entry]:
     """Write everything but the manifest; returns its entries, hashed from what was written."""
     entries = {
@@ -249,9 +249,8 @@ def _write_files(
         STATE: write_file(folder / STATE, [json_bytes(asdict(state))]),
     }
     (folder / "tokenizer").mkdir()
-    for source in sorted(tokenizer.iterdir()):
-        name = f"tokenizer/{source.name}"
-        entries[name] = write_file(folder / name, [source.read_bytes()])
+    for name in sorted(tokenizer):
+        entries[f"tokenizer/{name}"] = write_file(folder / "tokenizer" / name, [tokenizer[name]])
     return entries
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from data.shards import read_meta
 from training.advice import Advice, Adviser
 from training.budget import UNFITTED
 from training.config import Config
@@ -115,7 +114,7 @@ def command_line(argv: Sequence[str], world: int) -> str:
 
 def about_data(data: Data) -> dict[str, Any]:
     """The data in a few figures."""
-    meta = read_meta(data.folder)
+    meta = data.meta
     tokens, n_bytes = meta.tokens["train"], meta.bytes["train"]
     return {
         "source": meta.source,

@@ -313,7 +313,7 @@ def save(run: Run, best: bool = False) -> None:
         model,
         optim,
         to_json(run.config),
-        run.data.folder / "tokenizer",
+        run.data.checked_tokenizer(),
         environment(setup.ranks, run.data),
     )
     if best:

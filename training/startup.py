@@ -8,15 +8,17 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import BatchLoader
-from data.meta import check_tokenizer, read_meta
+from data.meta import Meta, check_tokenizer, read_meta, read_tokenizer
 from data.options import ConfigError
-from data.prepare import prepare
+from data.prepare import difference_from, prepare, prepared_root
+from data.record import find_fingerprint, hold, note_use, read_made_from
 from data.shards import Windows
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT
@@ -33,6 +35,7 @@ from training.distributed import Ranks, default_threads, make_cublas_determinist
 from training.folder import WRITTEN, check_own, has_stepped, lock_folder, move_aside
 from training.hardware import hardware_name, keep_freed_memory
 from training.loading import config_of
+from training.manifest import MANIFEST, RUN, read_json
 from training.microbatch import pick_micro_batch
 from training.optimizer import Optimizers
 from training.precision import Precision, pick_attention, pick_dtype
@@ -147,26 +150,43 @@ def _unsaved_config(folder: Path) -> Config | None:
 
 @dataclass(frozen=True)
 class Data:
-    """The prepared data of a run."""
+    """The prepared data of a run, with all of it that the run will need."""
 
     folder: Path
+    meta: Meta
     tokenizer: Tokenizer
+    tokenizer_files: dict[str, bytes]  # as they are saved with each checkpoint
     train: Windows
     val: Windows | None  # None: nothing validates
-    fingerprint: str
     byte_lengths: np.ndarray  # (V,)
+    held: BinaryIO  # open: the folder is in use
+
+    @property
+    def fingerprint(self) -> str:
+        return self.meta.fingerprint
+
+    def checked_tokenizer(self) -> dict[str, bytes]:
+        """The tokenizer's files. Raises DamagedData if they no longer are those of the ids."""
+        check_tokenizer(self.folder, self.meta, self.tokenizer_files)
+        return self.tokenizer_files
 
 
-def open_data(config: Config, ranks: Ranks, say: Say) -> Data:
-    """Prepare the data if it is not there (rank 0; the others wait), and open it."""
-    quiet = config.log.quiet
-    folder = Path(
-        ranks.share(
-            lambda: str(prepare(config.data, say=say, progress=not quiet)), "preparing the data"
-        )
-    )
-    T, meta = config.model.context_length, read_meta(folder)
-    check_tokenizer(folder, meta)
+def open_data(config: Config, checkpoint: Path | None, ranks: Ranks, say: Say) -> Data:
+    """Prepare the data if it is not there (rank 0; the others wait), and open it.
+
+    A run that goes on from a checkpoint goes on with its own data. Raises ConfigError if the config
+    names other data.
+    """
+
+    def find() -> str:
+        own = _data_of(checkpoint, config, say) if checkpoint is not None else None
+        progress = not config.log.quiet
+        return str(own or prepare(config.data, say=say, progress=progress))
+
+    folder = Path(ranks.share(find, "preparing the data"))
+    T, held = config.model.context_length, hold(folder)
+    meta, files = read_meta(folder), read_tokenizer(folder)
+    check_tokenizer(folder, meta, files)
     tokenizer = load_tokenizer(folder / "tokenizer")
     kind = config.data.windows, config.data.document_mask
     train = Windows(folder, "train", T, *kind)
@@ -178,7 +198,34 @@ def open_data(config: Config, ranks: Ranks, say: Say) -> Data:
             "--val_source=TEXT or a --val_fraction above 0, or leave --patience out"
         )
     lengths = np.asarray(tokenizer.byte_lengths())
-    return Data(folder, tokenizer, train, val, meta.fingerprint, lengths)
+    return Data(folder, meta, tokenizer, files, train, val, lengths, held)
+
+
+def _data_of(path: Path, config: Config, say: Say) -> Path | None:
+    """The folder of the data that a checkpoint was trained on; None if it is gone.
+
+    Raises ConfigError if that is not the data of the config.
+    """
+    about = read_json(path / MANIFEST)["about"]  # verified when the run was opened
+    trained_on, hint = str(about.get("data_fingerprint")), str(about.get("data_folder", ""))
+    folder = find_fingerprint(prepared_root(config.data), trained_on, hint)
+    if folder is None or not read_made_from(folder):
+        return None
+    began_with = from_json(read_json(path / RUN)).data.source
+    difference = difference_from(folder, config.data, began_with, say)
+    if difference and config.run.resume == "must" and config.data.source == began_with:
+        say(f"note: {difference}; going on with the run's own data, {folder}")
+    elif difference:
+        raise ConfigError(
+            [
+                difference,
+                f"the run's own data is still there, {folder}: to go on with it, --resume=must "
+                f"with --source={began_with}",
+                "to start anew and move the old run aside: --overwrite=true; elsewhere: --out_dir",
+            ]
+        )
+    note_use(folder)
+    return folder
 
 
 def resolve(config: Config, ranks: Ranks, vocab_size: int, say: Say) -> Config:

@@ -1,0 +1,180 @@
+"""Content hashes of sources, remembered so that an unchanged source is not read again.
+
+`.sources/NAME.jsonl` beside the prepared folders belongs to one source. Each line is a CRC-32 and a
+JSON list: a file's name, size, time, sample and SHA-256, or the digest of the whole source. Lines
+are only appended, so several processes may write, and a kill while hashing loses one file's work.
+A line that is torn or damaged is left out, and its file hashed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.options import ConfigError
+from data.readers import READ_BYTES, kind_of
+from data.sources import STDIN, Source, absolute
+
+INDEX_FOLDER = ".sources"
+SAMPLE_BYTES = 4096  # at each of three places
+STALE_LINES = 1000  # that are kept before the file is written anew
+
+Stamp = tuple[str, int, int, str]  # a file's name, size, time in ns and sample
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a source holds: one hash for all of it, and the stamps it was computed under."""
+
+    digest: str
+    stamps: list[Stamp]
+
+
+@dataclass
+class _Known:
+    """What the index says of one source."""
+
+    path: Path | None  # None: remembers nothing
+    hashes: dict[Stamp, str] = field(default_factory=dict)
+    digest: str = ""  # of the whole source, when it was last looked at
+    lines: int = 0
+
+    def note(self, entry: list) -> None:
+        """Append a line; a folder that is not ours to write is no hindrance."""
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as stream:
+                stream.write(_line(entry))
+        except OSError:
+            self.path = None
+
+
+def content_of(source: Source, root: Path | None) -> Content:
+    """The content of a source. Files that the index in `root` knows by stamp are not read again.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    if not source.files:  # of a hub dataset the name is all that is known
+        return Content(hashlib.sha256(source.spec.encode()).hexdigest(), [])
+    known = _read(root, source.spec)
+    stamps, total = stamps_of(source), hashlib.sha256()
+    hashes = {}
+    for file, stamp in zip(source.files, stamps, strict=True):
+        if stamp not in known.hashes:
+            known.hashes[stamp] = _sha256(file)
+            known.note([*stamp, known.hashes[stamp]])
+        hashes[stamp] = known.hashes[stamp]
+        total.update(os.fsencode(f"{_label(source, file)}\0{hashes[stamp]}\n"))
+    digest = total.hexdigest()
+    if known.digest != digest:
+        known.note([digest])
+    if known.path is not None and known.lines > len(hashes) + STALE_LINES:
+        _rewrite(known.path, hashes, digest)
+    return Content(digest, stamps)
+
+
+def last_digest(spec: str, root: Path) -> str:
+    """The digest that a source had when it was last looked at; "" if it never was."""
+    return _read(root, spec).digest
+
+
+def stamps_of(source: Source) -> list[Stamp]:
+    """What tells cheaply whether a file has changed: equal stamps are taken for equal content.
+
+    A change that keeps a file's size, its time and the three sampled blocks is not seen.
+    """
+    return [_stamp(source.name_of(file), file) for file in source.files]
+
+
+def _stamp(name: str, file: Path) -> Stamp:
+    try:
+        with file.open("rb") as stream:
+            stat = os.fstat(stream.fileno())
+            sample = hashlib.sha256()
+            for at in (0, stat.st_size // 2, stat.st_size - SAMPLE_BYTES):
+                stream.seek(max(0, at))
+                sample.update(stream.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise unreadable(file, error) from error
+    return name, stat.st_size, stat.st_mtime_ns, sample.hexdigest()[:16]
+
+
+def _sha256(file: Path) -> str:
+    content = hashlib.sha256()
+    try:
+        with file.open("rb") as stream:
+            while chunk := stream.read(READ_BYTES):
+                content.update(chunk)
+    except OSError as error:
+        raise unreadable(file, error) from error
+    return content.hexdigest()
+
+
+def unreadable(file: object, error: OSError) -> ConfigError:
+    """The mistake of a source that cannot be read. Not the OSError itself: its exit code would say
+    that a disk cannot be written."""
+    return ConfigError(f"data.source: {file} cannot be read: {error.strerror or error}")
+
+
+def _label(source: Source, file: Path) -> str:
+    """What matters about a file's name: within a folder all of it, for the files' order and split;
+    of a file that is named itself only how it is read."""
+    return source.name_of(file) if file != source.root else kind_of(file)
+
+
+def _read(root: Path | None, spec: str) -> _Known:
+    """What the index knows of a source; nothing of standard input, which is new each time."""
+    if root is None or spec == STDIN:
+        return _Known(None)
+    name = spec if spec == "stdlib" or spec.startswith("hub:") else str(absolute(spec))
+    known = _Known(
+        root / INDEX_FOLDER / f"{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}.jsonl"
+    )
+    assert known.path is not None
+    try:
+        lines = list(filter(None, known.path.read_bytes().split(b"\n")))
+    except OSError:
+        return known
+    for line in lines:
+        entry = _entry(line)
+        if entry is not None and len(entry) == 5:
+            known.hashes[tuple(entry[:4])] = entry[4]
+        elif entry is not None and len(entry) == 1:
+            known.digest = entry[0]
+    known.lines = len(lines)
+    return known
+
+
+def _line(entry: list) -> bytes:
+    text = json.dumps(entry).encode()
+    # The newline comes first too: what a kill or a full disk has torn stays a line of its own.
+    return b"\n%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _entry(line: bytes) -> list | None:
+    """The list of a line; None if it is not as it was written."""
+    checksum, _, text = line.partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text):
+        return None
+    try:
+        entry = json.loads(text)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, list) else None
+
+
+def _rewrite(path: Path, hashes: dict[Stamp, str], digest: str) -> None:
+    """Leave out what is no longer so; as a whole, so that a reader meets the old or the new."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    entries = [*([*stamp, sha256] for stamp, sha256 in hashes.items()), [digest]]
+    try:
+        temporary.write_bytes(b"".join(map(_line, entries)))
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
