@@ -155,10 +155,20 @@ def _record(found: Arguments, option: Option, text: str | None) -> None:
 def nearest(
     name: str, known: Mapping[str, Option], hints: Mapping[str, str] | None = None
 ) -> str | None:
-    """The option that `name` most probably means, by its full name; None if nothing is close."""
+    """The option that `name` most probably means, by its full name; None if nothing is close.
+
+    A typing mistake seldom hits the first letter, so names that begin alike are enough with less in
+    common; and `--theta` means the one option that has the word, `rope_theta`.
+    """
     hints = hints or {}
-    leaf = name.rpartition(".")[2]
-    close = difflib.get_close_matches(leaf, [*known, *hints], n=1)
+    leaf = name.rpartition(".")[2].lower()
+    names = [*known, *hints]
+    alike = [other for other in names if other[:1] == leaf[:1]]
+    close = difflib.get_close_matches(leaf, alike, n=1, cutoff=0.75)
+    close = close or difflib.get_close_matches(leaf, names, n=1, cutoff=0.82)
+    with_word = [other for other in names if leaf in other.split("_")]
+    if not close and len(with_word) == 1:
+        close = with_word
     return known[hints.get(close[0], close[0])].full_name if close else None
 
 

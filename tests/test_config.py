@@ -131,6 +131,27 @@ def test_a_misspelt_option_is_refused_with_the_nearest(name, refusal):
     assert f"--{misspelt} is not an option: did you mean --" in refusal(f"--{misspelt}=8")
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("fused", None),
+        ("ema_decay", None),
+        ("world_size", None),
+        ("epochs", None),
+        ("amp", None),
+        ("verbose", None),
+        ("theta", "model.rope_theta"),
+        ("clip", "optim.grad_clip"),
+        ("init", "run.init_from"),
+        ("decay", None),  # weight_decay, or decay_fraction?
+        ("Lr", "optim.lr"),
+    ],
+)
+def test_only_what_is_close_is_suggested(typed, meant, refusal):
+    advice = f"did you mean --{meant}?" if meant else "--help lists them all"
+    assert f"--{typed} is not an option: {advice}" in refusal(f"--{typed}=1")
+
+
 @pytest.mark.parametrize("typed", ["--data.lr=1", "--optim.lrr=1", "--optimizer.lr=1"])
 def test_an_option_in_the_wrong_section_is_refused_with_the_right_one(typed, refusal):
     assert f"{typed[:-2]} is not an option: did you mean --optim.lr?" in refusal(typed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
 
 import train
 from data.config import DataConfig
@@ -290,6 +292,22 @@ def test_a_fast_run_is_compiled_within_ddp_and_sends_nothing(monkeypatch):
     setup = startup.build_setup(config, GPT(config.model), Ranks(0, 2), pytest.fail)
     assert calls == [1]
     assert all(p.grad is None for p in setup.model.parameters())
+
+
+def test_ddp_sends_no_buffers_by_whatever_name_this_torch_has_for_it(monkeypatch):
+    class Newer:
+        def __init__(self, module, broadcast_buffers=None, forward_sync_buffers=None):
+            pass
+
+    class Older:
+        def __init__(self, module, broadcast_buffers=True):
+            pass
+
+    (name,) = startup._without_buffers()
+    assert name in inspect.signature(DistributedDataParallel).parameters
+    for ddp, name in ((Newer, "forward_sync_buffers"), (Older, "broadcast_buffers")):
+        monkeypatch.setattr(startup, "DistributedDataParallel", ddp)
+        assert startup._without_buffers() == {name: False}
 
 
 def test_a_compiled_run_saves_plain_names_and_goes_on_without_compiling(

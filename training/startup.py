@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -307,11 +308,18 @@ def build_setup(config: Config, model: GPT, ranks: Ranks, say: Say) -> Setup:
         grad_clip=config.optim.grad_clip,
     )
     if ranks.world > 1 and setup.reduction == "fast":
-        with ranks.waiting("comparing the shapes of the weights"):  # buffers never change
-            setup.ddp = DistributedDataParallel(model, broadcast_buffers=False)
+        with ranks.waiting("comparing the shapes of the weights"):
+            setup.ddp = DistributedDataParallel(model, **_without_buffers())
     if config.run.compile:
         _compile(setup, config, say)
     return setup
+
+
+def _without_buffers() -> dict[str, bool]:
+    """DDP's option not to send buffers, which never change. torch 2.13 warns of its older name."""
+    known = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {name: False}
 
 
 def _compile(setup: Setup, config: Config, say: Say) -> None:
