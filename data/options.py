@@ -160,16 +160,16 @@ def nearest(
     A typing mistake seldom hits the first letter, so names that begin alike are enough with less in
     common; and `--theta` means the one option that has the word, `rope_theta`.
     """
-    hints = hints or {}
+    meant = {other: option.full_name for other, option in known.items()}
+    meant |= {other: known[ours].full_name for other, ours in (hints or {}).items()}
     leaf = name.rpartition(".")[2].lower()
-    names = [*known, *hints]
-    alike = [other for other in names if other[:1] == leaf[:1]]
+    alike = [other for other in meant if other[:1] == leaf[:1]]
     close = difflib.get_close_matches(leaf, alike, n=1, cutoff=0.75)
-    close = close or difflib.get_close_matches(leaf, names, n=1, cutoff=0.82)
-    with_word = [other for other in names if leaf in other.split("_")]
-    if not close and len(with_word) == 1:
-        close = with_word
-    return known[hints.get(close[0], close[0])].full_name if close else None
+    close = close or difflib.get_close_matches(leaf, meant, n=1, cutoff=0.82)
+    if close:
+        return meant[close[0]]
+    with_word = {full_name for other, full_name in meant.items() if leaf in other.split("_")}
+    return with_word.pop() if len(with_word) == 1 else None
 
 
 def _unknown(typed: str, meant: Option | None) -> str:
