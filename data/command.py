@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, NoReturn, TextIO
 from data.options import ConfigError
 
 UNWRITABLE = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM")
+FIRST_RANK_SECONDS = 10  # in which the first rank of a machine tells a mistake
 
 
 def run_command(
@@ -39,6 +41,16 @@ def run_command(
     sys.exit(code)
 
 
+def _let_the_first_rank_tell() -> None:
+    """Wait, on the other ranks of a machine, before a mistake is told.
+
+    Under torchrun each of them finds the same mistake in a config. When the first has told it,
+    torchrun ends them; one that is still here after the wait has a mistake of its own.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(FIRST_RANK_SECONDS)
+
+
 def _ended(main: Callable[[list[str]], int | None], outlives_output: bool) -> int:
     try:
         code = main(sys.argv[1:]) or 0
@@ -53,6 +65,8 @@ def _ended(main: Callable[[list[str]], int | None], outlives_output: bool) -> in
         code = exit_code_of(error)
         if code == 1:
             raise
+        if code == ConfigError.exit_code:
+            _let_the_first_rank_tell()
         with suppress(OSError):  # the exit code tells it, too
             for line in getattr(error, "problems", None) or [str(error)]:
                 print(f"error: {line}", file=sys.stderr)

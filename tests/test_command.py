@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from data import command
 from data.command import ended_by_ctrl_c, exit_code_of, lasting_output, make_folder, run_command
 from data.options import ConfigError
 
@@ -166,6 +167,27 @@ def test_a_broken_pipe_that_is_not_the_output_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x"])
     with pytest.raises(BrokenPipeError):
         run_command(main, outlives_output=True)
+
+
+@pytest.mark.parametrize("rank", [None, "0", "1"])
+def test_the_first_rank_of_a_machine_tells_a_mistake_at_once_and_the_others_wait(
+    rank, monkeypatch, capsys
+):
+    """In the meantime torchrun ends them; if not, the mistake is their own, and told."""
+    told_before = []
+
+    def main(argv: list[str]) -> int:
+        raise ConfigError("a mistake")
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(command.time, "sleep", lambda s: told_before.append(capsys.readouterr()))
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+    assert ended.value.code == 2
+    assert [told.err for told in told_before] == ([""] if rank == "1" else [])
+    assert capsys.readouterr().err == "error: a mistake\n"
 
 
 # Ctrl-C
