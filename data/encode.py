@@ -79,7 +79,8 @@ def _encode_parts(tokenizer: Tokenizer, dtype: str, parts: list[Part]) -> Ids:
     for part in parts:
         some = tokenizer.encode_array(part.text).astype(dtype)
         if part.first:
-            starts.append(position)
+            # Windows cut at starts begin with the token before: the bos, as when sampling.
+            starts.append(position + min(1, len(bos)))
             some = np.concatenate((bos, some))
         if part.last and tokenizer.eot is not None:
             some = np.append(some, np.array(tokenizer.eot, dtype=dtype))

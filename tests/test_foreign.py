@@ -19,11 +19,12 @@ from data import bpe, prepare
 from data.config import DataConfig
 from data.meta import read_meta
 from data.options import ConfigError
+from data.shards import Windows
 from data.tokenizer import Tokenizer, load_tokenizer, prompt_ids, ready_tokenizer, start_ids
 from data.vocabulary import END_OF_TEXT
 from model.generate import generate
 from model.sampling import SamplingConfig
-from tools.evaluate import EvaluateOptions, read_ids
+from tools.evaluate import EvaluateOptions, read_ids, score
 from training.snapshot import token_text
 from training.weights import load_for_sampling
 
@@ -251,8 +252,13 @@ def test_every_prepared_document_begins_with_the_start(split, tmp_path):
     assert started.name != plain.name
     ids, starts = ids_and_starts(started, split)
     assert len(starts) > 10
-    assert [at for at, token in enumerate(ids) if token == tokenizer.bos[0]] == starts
-    assert all(ids[at - 1] == tokenizer.eot for at in starts[1:])
+    # A start is the first target of a document: the token before it is the one that predicts it.
+    assert [at + 1 for at, token in enumerate(ids) if token == tokenizer.bos[0]] == starts
+    assert all(ids[at - 2] == tokenizer.eot for at in starts[1:])
+    windows = Windows(started, split, 8, "document")
+    tokens, targets = windows.pair(len(windows) - 1)
+    first = next(i for i in range(len(windows)) if windows.pair(i)[0][0] == tokenizer.bos[0])
+    assert first == 0 and targets[0] != tokenizer.bos[0]
     without = [token for token in ids if token != tokenizer.bos[0]]
     assert without == ids_and_starts(plain, split)[0]  # the rest is the same
     texts = tokenizer.decode_bytes(ids).decode()
@@ -279,6 +285,18 @@ def test_evaluation_begins_each_document_with_the_start(tmp_path):
         a, b, c = (tokenizer.encode(text) for text in DOCUMENTS[:3])
         between = [tokenizer.eot, *([START_ID] if opening == START_ID else [])]
         assert (ids, documents) == ([opening, *a, *between, *b, *between, *c], 3)
+
+
+@torch.no_grad()
+def test_a_start_between_documents_is_given_and_not_scored(tmp_path):
+    folder = model_folder(tmp_path / "model", None, processor=template(f"{START} $A"))
+    model, tokenizer = load_for_sampling(folder, "", torch.device("cpu"))
+    ids = [START_ID, *tokenizer.encode("def"), EOT_ID, START_ID, *tokenizer.encode("class")]
+    at = ids.index(START_ID, 1)
+    losses = model(torch.tensor([ids[:-1]]), torch.tensor([ids[1:]]), reduction="none")[0]
+    found = score(model, ids, tokenizer, 128, 64)
+    assert found.tokens == len(ids) - 2
+    assert found.loss == pytest.approx(float(losses.sum() - losses[at - 1]) / (len(ids) - 2))
 
 
 @torch.no_grad()

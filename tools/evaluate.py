@@ -127,7 +127,8 @@ def windows(n: int, T: int, stride: int) -> Iterator[tuple[int, int, int]]:
 
 
 def score(model: GPT, ids: list[int], tokenizer: Tokenizer, T: int, stride: int) -> Evaluation:
-    """Loss over all ids but the first. Sums are float64, in the order of the text.
+    """Loss over all ids but the first and the starts of documents, which are given, not predicted.
+    Sums are float64, in the order of the text.
 
     Raises ConfigError if the model has no row for an id.
     """
@@ -140,13 +141,14 @@ def score(model: GPT, ids: list[int], tokenizer: Tokenizer, T: int, stride: int)
         known = f"the model knows {model.config.vocab_size} ids"
         raise ConfigError(f"the text has id {max(ids)}, {known}: the tokenizer is another model's")
     text, device = torch.tensor(ids), next(model.parameters()).device
+    targets_of = text.masked_fill(torch.isin(text, torch.tensor(tokenizer.between)), IGNORE_INDEX)
     all_windows = list(windows(len(ids), T, stride))
     batch, losses = max(1, BATCH_TOKENS // T), []
     for i in range(0, len(all_windows), batch):
         tokens, targets = [], []
         for start, end, first in all_windows[i : i + batch]:
             tokens.append(text[start : end - 1])
-            wanted = text[start + 1 : end].clone()
+            wanted = targets_of[start + 1 : end].clone()
             wanted[: first - start - 1] = IGNORE_INDEX
             targets.append(wanted)
         with torch.no_grad():
@@ -154,7 +156,7 @@ def score(model: GPT, ids: list[int], tokenizer: Tokenizer, T: int, stride: int)
                 torch.stack(tokens).to(device), torch.stack(targets).to(device), reduction="none"
             )
         losses.append(float(found.cpu().double().sum()))
-    counted = len(ids) - 1
+    counted = int((targets_of[1:] != IGNORE_INDEX).sum())
     n_bytes = int(tokenizer.byte_lengths()[ids[1:]].sum())
     return Evaluation(math.fsum(losses) / counted, counted, n_bytes)
 
