@@ -29,6 +29,7 @@ class SampleOptions:
 
     prompt: Annotated[str, "text to continue; empty: from the start of a document"] = ""
     prompt_file: Annotated[str, "read the prompt from this file (UTF-8); -: standard input"] = ""
+    special: Annotated[bool, "special tokens in the prompt are read as such, not as text"] = False
     num_samples: Annotated[int, "continuations, drawn side by side"] = 1
     seed: Annotated[int, "the same seed draws the same samples"] = 1
     stop: Annotated[tuple[str, ...], "end at this text, which is not printed; may be repeated"] = ()
@@ -142,7 +143,7 @@ def continuations(
     from data.tokenizer import StreamDecoder, prompt_ids
     from model.generate import generate
 
-    ids, first, skip = prompt_ids(tokenizer, prompt)
+    ids, first, skip = prompt_ids(tokenizer, prompt, options.special)
     device, context = next(model.parameters()).device, model.config.context_length
     if len(ids) > context:
         print(
@@ -156,7 +157,7 @@ def continuations(
         settings,
         torch.Generator(device).manual_seed(options.seed),
         stop_ids=ends,
-        n_ids=tokenizer.vocab_size,
+        never=tokenizer.unused_ids(model.config.vocab_size),
         first_ids=first,
     )
     rows = [Row(StreamDecoder(tokenizer, skip), options.stop) for _ in range(options.num_samples)]

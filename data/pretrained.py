@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ def _end_ids(folder: Path) -> list[int]:
         path = folder / name
         if not path.is_file():
             continue
-        found = _object(path.read_text(encoding="utf-8"), str(path)).get("eos_token_id")
+        found = _object(path.read_bytes(), str(path)).get("eos_token_id")
         if found is not None:
             ids = found if isinstance(found, list) else [found]
             if not all(type(i) is int and i >= 0 for i in ids):
@@ -155,7 +155,7 @@ def _end_ids(folder: Path) -> list[int]:
     return []
 
 
-def _object(text: str, name: str) -> dict[str, Any]:
+def _object(text: str | bytes, name: str) -> dict[str, Any]:
     """A JSON object. Raises ConfigError, by the file's name, for anything else."""
     try:
         found = json.loads(text)
@@ -195,6 +195,36 @@ def hf_from_json(
 
     ends: the ids that end a text, if the model's files tell.
     """
+    loaded = _loaded(name, tokenizer_json)
+    table, eot = _table(loaded), _eot(loaded, config_text, ends)
+    special = _special(loaded, eot)
+    for token in special.values():
+        table[token] = b""
+    plain = _loaded(name, _without_names(tokenizer_json, special))
+
+    def encode(text: str) -> np.ndarray:
+        return np.array(plain.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def encode_special(text: str) -> list[int]:
+        return loaded.encode(text, add_special_tokens=False).ids
+
+    others = tuple(ends) if set(ends) - {eot} else ()
+    about = described("hf", name=name, **({"ends": others} if others else {}))
+    return Tokenizer(
+        name=name,
+        table=table,
+        eot=eot,
+        encode_array=encode,
+        special=special,
+        files={FILE: about, JSON_FILE: tokenizer_json, CONFIG_FILE: config_text},
+        bos=tuple(opening_ids(tokenizer_json)),
+        ends=others,
+        encode_special=encode_special,
+    )
+
+
+def _loaded(name: str, tokenizer_json: str):
+    """A tokenizers.Tokenizer that neither truncates nor pads."""
     from tokenizers import Tokenizer as Loaded
 
     try:
@@ -205,19 +235,42 @@ def hf_from_json(
         ) from None
     loaded.no_truncation()
     loaded.no_padding()
-    loaded.encode_special_tokens = True  # special tokens' text is plain text
+    return loaded
 
-    def encode(text: str) -> np.ndarray:
-        return np.array(loaded.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
-    added = loaded.get_added_tokens_decoder().items()
-    special = {token.content: i for i, token in added if token.special}
-    table, eot = _table(loaded), _eot(loaded, config_text, ends)
-    others = tuple(ends) if set(ends) - {eot} else ()
-    about = described("hf", name=name, **({"ends": others} if others else {}))
-    files = {FILE: about, JSON_FILE: tokenizer_json, CONFIG_FILE: config_text}
-    bos = tuple(opening_ids(tokenizer_json))
-    return Tokenizer(name, table, eot, encode, special, files, bos, others)
+def _special(loaded, eot: int | None) -> dict[str, int]:
+    """Text of special tokens -> id, the end-of-text among them even if it is not marked so."""
+    added = loaded.get_added_tokens_decoder()
+    found = {token.content: i for i, token in added.items() if token.special}
+    end = loaded.id_to_token(eot) if eot is not None else None
+    if end is not None and (eot in added or end in COMMON_EOTS):
+        found[end] = eot
+    return found
+
+
+def _without_names(tokenizer_json: str, special: Iterable[str]) -> str:
+    """The tokenizer.json with special tokens under names that no text holds: their own text is
+    plain text then. (The library's `encode_special_tokens` is not enough: a Unigram, a WordLevel or
+    a BPE that takes known words whole finds the text in its vocabulary.)
+    """
+    about = _object(tokenizer_json, JSON_FILE)
+    model, names = about["model"], {name: f"\ufdd0{name}\ufdd0" for name in special}
+    about["post_processor"] = None  # adds nothing here, and knows the old names
+    for token in about.get("added_tokens") or ():
+        token["content"] = names.get(token["content"], token["content"])
+    if isinstance(model["vocab"], list):  # Unigram: pairs of a piece and its score
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        prefix = model.get("continuing_subword_prefix") or ""
+        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
+        model["merges"] = [
+            [a, b] for a, b in pairs if not {a, b, a + b.removeprefix(prefix)} & names.keys()
+        ]
+    return json.dumps(about)
 
 
 def _table(loaded) -> list[bytes]:

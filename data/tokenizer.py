@@ -78,17 +78,23 @@ def start_ids(tokenizer: Tokenizer) -> list[int]:
     return [tokenizer.table.index(b"\n") if b"\n" in tokenizer.table else 0]
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int], int]:
+def prompt_ids(
+    tokenizer: Tokenizer, prompt: str, special: bool = False
+) -> tuple[list[int], list[int], int]:
     """How to continue a prompt: its ids, the ids that may come first, and how many characters of
     the prompt those spell again; ([...], [], 0) where any id may come.
 
     A BPE joins a space to the word after it, so after a space of its own it expects what is never
     joined to one. A prompt that ends in white space is therefore taken back to the token before,
     and goes on with a token that begins with this white space.
+
+    special: whether the text of special tokens in the prompt stands for them.
     """
-    ids, bos = tokenizer.encode(prompt), list(tokenizer.bos)
+    ids, bos = tokenizer.encode(prompt, special), list(tokenizer.bos)
     if not ids:
         return start_ids(tokenizer), [], 0
+    if special and ids[: len(bos)] == bos:  # typed already
+        bos = []
     last = tokenizer.bytes_of(ids[-1])
     if len(ids) > 1 and last and not last.strip(b" \t\n"):
         longer = [i for i, piece in enumerate(tokenizer.table) if piece.startswith(last)]

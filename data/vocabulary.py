@@ -26,7 +26,8 @@ class Tokenizer:
     eot: the id that follows each document in the data. encode_array: text -> (n,) integer array,
     special tokens' text being plain text. special: text of special tokens -> id. files: what
     `save` writes, name -> content. bos: ids at the start of each document. ends: the ids that end a
-    sample, if there are others than eot.
+    sample, if there are others than eot. encode_special: text -> ids, with special tokens, where
+    that is not a matter of cutting them out.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Tokenizer:
     files: dict[str, str] = field(default_factory=dict, repr=False)
     bos: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
+    encode_special: Callable[[str], list[int]] | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -58,6 +60,8 @@ class Tokenizer:
         """Ids of a text; the text of special tokens is plain text unless `special`."""
         if not special or not self.special:
             return self.encode_array(text).tolist()
+        if self.encode_special is not None:
+            return self.encode_special(text)
         names = sorted(self.special, key=len, reverse=True)
         ids: list[int] = []
         for part in re.split("(" + "|".join(map(re.escape, names)) + ")", text):
@@ -78,6 +82,12 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; bytes that are no UTF-8 become U+FFFD, an end-of-text nothing."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def unused_ids(self, n_ids: int) -> list[int]:
+        """The ids below n_ids that belong to no token: holes, and a vocabulary padded to n_ids."""
+        used = set(self.special.values())
+        holes = [i for i, piece in enumerate(self.table[:n_ids]) if not piece and i not in used]
+        return [*holes, *range(len(self.table), n_ids)]
 
     def byte_lengths(self) -> np.ndarray:
         """(vocab_size,) int64: how many bytes each id stands for."""

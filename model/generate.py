@@ -62,7 +62,7 @@ def generate(
     rng: torch.Generator,
     *,
     stop_ids: Sequence[int] = (),
-    n_ids: int | None = None,
+    never: Sequence[int] = (),
     first_ids: Sequence[int] = (),
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
@@ -71,8 +71,7 @@ def generate(
     prompt: (B, P) ids, P >= 1, all rows of one length; of a longer one than the context, the last
         context_length are used.
     stop_ids: the ids that end a text. A row that has drawn one is finished and goes on yielding it.
-    n_ids: the tokenizer's vocabulary, where the model's is padded beyond it: ids from n_ids on are
-        never drawn.
+    never: ids that are never drawn, such as those that belong to no token.
     first_ids: the first id is one of these, where some are given.
     use_cache: False computes every step from scratch: the same ids, slower; for tests.
 
@@ -92,6 +91,7 @@ def generate(
     seen = _seen(prompt, model.config.vocab_size) if settings.repetition_penalty != 1.0 else None
     stopped = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
     stops = torch.tensor(list(stop_ids), dtype=torch.int64, device=prompt.device)
+    barred = torch.tensor(list(never), dtype=torch.int64, device=prompt.device)
     # No more than can be used: a pretrained model's whole context may take tens of GB.
     cache = KVCache(model.config.n_layers, min(context, window.shape[1] + settings.max_new_tokens))
     decoder = Decoder(model, cache, prompt.shape[0]) if use_cache else None
@@ -102,7 +102,9 @@ def generate(
                 window = window[:, -max(1, context // 2) :]
                 cache.clear()
             logits = _last_logits(model, decoder, window)  # (B, V)
-            logits = _allowed(logits, n_ids, first_ids if step == 0 else ())
+            logits[:, barred] = -torch.inf
+            if step == 0 and first_ids:
+                logits = _only(logits, first_ids)
             ids = sample_next(logits, settings, rng, seen)
             if len(stops):
                 ids = torch.where(stopped, window[:, -1], ids)
@@ -115,12 +117,8 @@ def generate(
             return
 
 
-def _allowed(logits: Tensor, n_ids: int | None, ids: Sequence[int]) -> Tensor:
-    """(B, V) logits with -inf from n_ids on, and for all but `ids` where some are given."""
-    if n_ids is not None:
-        logits[:, n_ids:] = -torch.inf
-    if not ids:
-        return logits
+def _only(logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """(B, V) logits with -inf for all but `ids`."""
     kept = torch.full_like(logits, -torch.inf)
     kept[:, list(ids)] = logits[:, list(ids)]
     return kept

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import replace
@@ -193,20 +193,19 @@ def write_folder(
     *,
     bos: int | None,
     eos: int | list[int] | None,
-    n_ids: int,
+    never: Sequence[int],
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors into an existing folder.
 
-    bos, eos: ids that begin and end a document; eos may be several. n_ids: ids that the tokenizer
-    has; the rows of a vocabulary padded beyond it are kept, and `generate` is told never to draw
-    them.
+    bos, eos: ids that begin and end a document; eos may be several. never: ids that belong to
+    no token; their rows are kept, and `generate` is told never to draw them.
 
     Raises FolderError if no family fits, before anything is written.
     """
     about = to_huggingface(config, bos=bos, eos=eos)
     generation: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": eos}
-    if config.vocab_size > n_ids:
-        generation["suppress_tokens"] = list(range(n_ids, config.vocab_size))
+    if never:
+        generation["suppress_tokens"] = list(never)
     theirs = to_theirs(tensors, about["model_type"])
     _write_json(path / "config.json", about)
     _write_json(path / "generation_config.json", generation)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as Library
-from tokenizers import processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 import sample
 import tools.attention
@@ -21,8 +22,10 @@ from data.meta import read_meta
 from data.options import ConfigError
 from data.shards import Windows
 from data.tokenizer import Tokenizer, load_tokenizer, prompt_ids, ready_tokenizer, start_ids
-from data.vocabulary import END_OF_TEXT
+from data.vocabulary import END_OF_TEXT, byte_tokenizer
+from model.config import ModelConfig
 from model.generate import generate
+from model.gpt import GPT
 from model.sampling import SamplingConfig
 from tools.evaluate import EvaluateOptions, read_ids, score
 from training.snapshot import token_text
@@ -104,7 +107,7 @@ def our_ids(folder: Path, prompt: str) -> list[int]:
         settings,
         torch.Generator(),
         stop_ids=tokenizer.stop_ids,
-        n_ids=tokenizer.vocab_size,
+        never=tokenizer.unused_ids(model.config.vocab_size),
         first_ids=first,
     )
     return ids + [int(token) for token in new]
@@ -320,3 +323,145 @@ def test_attention_is_shown_with_the_start(tmp_path, command):
     assert '"tokens": ["\\u003cs>", "def' in out.read_text()
     tokenizer = load_tokenizer(folder)
     assert token_text(tokenizer, START_ID) == START
+
+
+# The text of a special token is text, for every kind of tokenizer
+
+
+SPECIAL = ["<unk>", "<s>", "</s>"]
+CHARACTERS = sorted(set("abcdefghijklmnopqrstuvwxyz</>_ \u2581."))
+PIECES = [*SPECIAL, *CHARACTERS, "cat", "\u2581cat"]
+
+
+def word_ids() -> dict[str, int]:
+    return {piece: i for i, piece in enumerate(PIECES)}
+
+
+def unigram() -> Library:
+    library = Library(models.Unigram([(piece, -float(i > 2)) for i, piece in enumerate(PIECES)], 0))
+    library.pre_tokenizer = pre_tokenizers.Metaspace()
+    library.decoder = decoders.Metaspace()
+    return library
+
+
+def word_level() -> Library:
+    library = Library(models.WordLevel(word_ids(), unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return library
+
+
+def word_piece() -> Library:
+    vocabulary = word_ids() | {f"##{c}": len(PIECES) + i for i, c in enumerate(CHARACTERS)}
+    library = Library(models.WordPiece(vocabulary, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.decoder = decoders.WordPiece()
+    return library
+
+
+def whole_words() -> Library:
+    library = Library(models.BPE(word_ids(), [], unk_token="<unk>", ignore_merges=True))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return library
+
+
+def merging() -> Library:
+    """A BPE whose merges spell </s>, from parts that are no special tokens."""
+    vocabulary = word_ids() | {"</": len(PIECES), "s>": len(PIECES) + 1}
+    return Library(models.BPE(vocabulary, [("<", "/"), ("s", ">"), ("</", "s>")]))
+
+
+def byte_level() -> Library:
+    return Library.from_str(bpe.train_bpe("bpe:300", 300, [TEXT]).files[bpe.JSON_FILE])
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (unigram, word_level, word_piece, whole_words, merging, byte_level)
+}
+
+
+def kind_folder(folder: Path, kind: str, marked: bool = True) -> tuple[Path, Library]:
+    """A folder with a tokenizer of one kind; its special tokens marked as such, or not at all."""
+    library = KINDS[kind]()
+    if marked:
+        library.add_special_tokens(SPECIAL)
+    folder.mkdir(parents=True)
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "unk_token": "<unk>"}')
+    return folder, library
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_of_special_tokens_is_text_to_every_kind(kind, tmp_path):
+    folder, library = kind_folder(tmp_path / kind, kind)
+    tokenizer = ready_tokenizer(f"hf:{folder}")
+    tokenizer.save(tmp_path / "saved")
+    for found in (tokenizer, load_tokenizer(tmp_path / "saved")):
+        for text in ("a </s> b", "</s>", "cat</s>cat", "<s> <unk> </s>", "\n</s>\n"):
+            ids = found.encode(text)
+            assert not set(ids) & {found.special["<s>"], found.special["</s>"]}, text
+        # Other text has the ids that it always had.
+        library.encode_special_tokens = True
+        text = "a cat sat on a < mat / and s >."
+        assert found.encode(text) == library.encode(text, add_special_tokens=False).ids
+        # A prompt may ask for them: then they are those of the library.
+        library.encode_special_tokens = False
+        expected = library.encode("a cat </s> cat", add_special_tokens=False).ids
+        assert found.encode("a cat </s> cat", special=True) == expected
+        assert expected.count(found.special["</s>"]) == 1
+        assert prompt_ids(found, "a cat </s> cat", special=True)[0] == expected
+        assert prompt_ids(found, "a cat </s> cat")[0] != expected
+
+
+@pytest.mark.parametrize("kind", ["word_level", "whole_words", "unigram"])
+def test_an_end_of_text_that_is_not_marked_special_is_one_all_the_same(kind, tmp_path):
+    tokenizer = load_tokenizer(kind_folder(tmp_path / kind, kind, marked=False)[0])
+    assert tokenizer.eot == 2
+    assert 2 not in tokenizer.encode("a </s> b")
+    assert tokenizer.bytes_of(2) == b""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_document_ends_once_whatever_its_text_says(kind, tmp_path):
+    folder, _ = kind_folder(tmp_path / kind, kind)
+    source = tmp_path / "text.jsonl"
+    rows = [json.dumps({"text": f"cat {'a' * i} </s> b"}) + "\n" for i in range(1, 40)]
+    source.write_text("".join(rows))
+    options = {"prepared_dir": str(tmp_path / "prepared"), "val_fraction": 0.3, "workers": 0}
+    config = DataConfig(source=str(source), tokenizer=f"hf:{folder}", **options)
+    made = prepare.prepare(config, say=lambda _: None, progress=False)
+    ids = [token for split in ("train", "val") for token in ids_and_starts(made, split)[0]]
+    assert ids.count(load_tokenizer(folder).eot) == 39
+
+
+def test_special_tokens_in_a_prompt_are_an_option_of_sampling(tmp_path, command):
+    folder = model_folder(tmp_path / "model", None, processor=template(f"{START} $A"))
+    argv = [folder, "--temperature=0", "--max_new_tokens=9", "--device=cpu"]
+    plain = command(sample.main, *argv, f"--prompt={START}{PROMPT}")[1]
+    typed = command(sample.main, *argv, f"--prompt={START}{PROMPT}", "--special")[1]
+    given = command(sample.main, *argv, f"--prompt={PROMPT}")[1]
+    assert typed == START + given  # the start that was typed is not doubled
+    assert plain != typed
+
+
+# Ids that belong to no token
+
+
+def test_holes_are_never_drawn(tmp_path):
+    library = word_level()
+    sparse = {piece: 3 * i for piece, i in word_ids().items()}
+    library.model = models.WordLevel(sparse, unk_token="<unk>")
+    library.add_special_tokens(SPECIAL)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    V = tokenizer.vocab_size + 5
+    unused = tokenizer.unused_ids(V)
+    assert set(unused) == set(range(V)) - set(sparse.values())
+    model = GPT(ModelConfig(n_layers=1, d_model=8, n_heads=2, context_length=8).resolved(V))
+    settings = SamplingConfig(temperature=5.0, max_new_tokens=5)
+    prompt, rng = torch.zeros(64, 1, dtype=torch.int64), torch.Generator().manual_seed(1)
+    drawn = torch.stack(list(generate(model, prompt, settings, rng, never=unused)))
+    assert set(drawn.flatten().tolist()) <= set(sparse.values())
+    assert len(set(drawn.flatten().tolist())) > 20
+    named = replace(byte_tokenizer(), table=[*byte_tokenizer().table, b"", b""])
+    assert named.unused_ids(260) == [257, 258, 259]  # the end-of-text is a token

@@ -118,7 +118,7 @@ def test_logits_are_those_of_transformers_at_every_position(theirs, kind):
 def test_a_model_there_and_back_keeps_every_bit(theirs, kind, tmp_path):
     _, folder = theirs[kind]
     config, tensors = read_folder(folder)
-    write_folder(tmp_path, config, tensors, bos=None, eos=None, n_ids=V)
+    write_folder(tmp_path, config, tensors, bos=None, eos=None, never=())
     there = safetensors.torch.load_file(folder / "model.safetensors")
     back = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert there.keys() == back.keys()  # so a tied head is left out, an untied one is there
@@ -132,7 +132,7 @@ def test_what_is_written_is_the_model_to_transformers(theirs, kind, tmp_path):
 
     model, folder = theirs[kind]
     config, tensors = read_folder(folder)
-    write_folder(tmp_path, config, tensors, bos=3, eos=4, n_ids=V)
+    write_folder(tmp_path, config, tensors, bos=3, eos=4, never=())
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is type(model)
     assert not report["missing_keys"] and not report["unexpected_keys"]
@@ -388,7 +388,7 @@ def test_written_files_can_be_read_by_others(tmp_path):
     before = os.umask(0o022)
     try:
         write_folder(
-            tmp_path, config, dict(GPT(config).named_parameters()), bos=None, eos=0, n_ids=V
+            tmp_path, config, dict(GPT(config).named_parameters()), bos=None, eos=0, never=()
         )
     finally:
         os.umask(before)

@@ -45,7 +45,7 @@ def export_hf(model: GPT, tokenizer: Tokenizer, folder: Path) -> list[str]:
         tensors,
         bos=_bos(tokenizer, folder),
         eos=ends if len(ends) > 1 else tokenizer.eot,
-        n_ids=tokenizer.vocab_size,
+        never=tokenizer.unused_ids(model.config.vocab_size),
     )
     with quiet_transformers():
         said.append(_check_tokenizer(tokenizer, folder))

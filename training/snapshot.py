@@ -34,7 +34,7 @@ def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seed: int, tok
         settings,
         rng,
         stop_ids=tokenizer.stop_ids,
-        n_ids=tokenizer.vocab_size,
+        never=tokenizer.unused_ids(model.config.vocab_size),
         first_ids=first,
     )
     return prompt + tokenizer.decode([int(token) for token in new])[skip:]
@@ -60,8 +60,10 @@ def scored_passage(
     finally:
         model.train(training)
     log_chances = logits[0].float().log_softmax(-1).cpu()  # (T, V)
-    # A padded vocabulary has ids that stand for nothing: they are not shown.
-    best = log_chances[:, : tokenizer.vocab_size].topk(min(LIKELIEST, tokenizer.vocab_size))
+    V = log_chances.shape[1]
+    unused = tokenizer.unused_ids(V)  # these ids stand for nothing: they are not shown
+    log_chances[:, unused] = -torch.inf
+    best = log_chances.topk(min(LIKELIEST, V - len(unused)))
     found = []
     for row, target in enumerate(targets[0].tolist()):
         if target == IGNORE_INDEX:
