@@ -212,13 +212,14 @@ def _closed(writers: dict[str, ShardWriter]) -> list[Shard]:
 def _check_splits(plan: Plan, meta: Meta, partial: Path) -> None:
     """Refuse a split that nothing fell into, and leave nothing behind."""
     for number, source in enumerate(plan.sources):
-        for split in SPLITS if plan.config.val_fraction > 0 else ("train",):
+        mode = plan.splits[number].mode
+        for split in {"none": ["train"], "rest": ["train"], "only": ["val"]}.get(mode, SPLITS):
             if not meta.of(split, number):
-                other = "" if plan.splits[number].mode == "tail" else "--split=tail, "
+                other = "" if mode == "tail" else "--split=tail, "
                 shutil.rmtree(partial)
                 raise ConfigError(
                     f"data.source={source.spec}: the {split} split is empty "
-                    f"(data.split={plan.splits[number].mode}, data.val_fraction="
+                    f"(data.split={mode}, data.val_fraction="
                     f"{plan.config.val_fraction}): use more text, {other}or another "
                     "--val_fraction"
                 )

@@ -38,10 +38,16 @@ class DataConfig:
         "validation text: files named for it (auto), the tail, or whole documents by hash",
         "fixed",
     ] = "auto"
-    val_fraction: Annotated[float, "share of the text that validates", "fixed"] = 0.05
+    val_fraction: Annotated[float, "share of the text that validates; 0: none", "fixed"] = 0.05
+    val_source: Annotated[
+        str, "text that validates, named as source is; instead of a share of the source", "fixed"
+    ] = ""
     text_field: Annotated[
         str, "field or column that holds the text (JSON, .csv, .parquet, .arrow, hub)", "fixed"
     ] = "text"
+    separator: Annotated[
+        str, "text between the documents of a plain text file, such as <|endoftext|>", "fixed"
+    ] = ""
     errors: Annotated[
         Literal["strict", "replace"], "what to do with bytes that are no UTF-8", "fixed"
     ] = "strict"
@@ -73,7 +79,10 @@ class DataConfig:
             found.append("data.source is empty: name a file, a folder, or stdlib")
         found += tokenizer_problems(self.tokenizer)
         if not 0 <= self.val_fraction < 1:
-            found.append(f"data.val_fraction={self.val_fraction}: must be 0 or more and below 1")
+            found.append(
+                f"data.val_fraction={self.val_fraction}: must lie between 0 and 1, or be 0 for no "
+                "validation"
+            )
         if not self.text_field:
             found.append('data.text_field is empty: name the field, such as "text"')
         if self.global_batch < 1:

@@ -28,7 +28,7 @@ class Plan:
 
     config: DataConfig
     sources: list[Source]
-    weights: list[float]
+    weights: list[float]  # of those that train, which come first
     splits: list[Split]
     tokenizer: Tokenizer | None  # one that is not made from the text
 
@@ -39,7 +39,7 @@ class Plan:
 
 def how_to_read(config: DataConfig) -> How:
     """The options that decide which text the files hold."""
-    return How(config.text_field, config.errors)
+    return How(config.text_field, config.errors, config.separator)
 
 
 def make_plan(
@@ -54,39 +54,49 @@ def make_plan(
     splits = []
     for source in sources:
         if source.holds_ids:
-            splits.append(_split_of_ids(config, source, tokenizer))
-            continue
-        if next(source.pieces(how), None) is None:
-            raise ConfigError(f"data.source={source.spec} holds no text, or white space alone")
-        if source.val_files and config.split == "auto":
-            splits.append(Split("files", config.val_fraction))
-        else:
-            splits.append(resolve_split(config.split, config.val_fraction, source.pieces(how)))
+            _check_ids(config, source, tokenizer)
+        elif next(source.pieces(how), None) is None:
+            option = "data.val_source" if source.validates else "data.source"
+            raise ConfigError(f"{option}={source.spec} holds no text, or white space alone")
+        splits.append(_split(config, source, how))
     return Plan(config, sources, weights, splits, tokenizer)
+
+
+def _split(config: DataConfig, source: Source, how: How) -> Split:
+    """How one source is split."""
+    if source.validates:
+        return Split("only", 1)
+    if config.val_source:
+        return Split("rest", 0)
+    if source.val_files and config.split == "auto":
+        return Split("files", config.val_fraction)
+    if source.holds_ids:
+        return Split("tail" if config.val_fraction else "none", config.val_fraction)
+    return resolve_split(config.split, config.val_fraction, source.pieces(how))
 
 
 def _check_applies(how: How, sources: list[Source]) -> None:
     """Raise ConfigError for an option that no file of the sources can obey."""
-    if how.text_field == How().text_field:
-        return
-    files = (file for source in sources for file in source.files)
-    if any(not source.files for source in sources):
-        return  # a hub's rows have fields
-    if all(form_of(file, how) in ("text", "ids") for file in files):
+    files = [file for source in sources for file in source.files]
+    typed = how.text_field != How().text_field and all(source.files for source in sources)  # no hub
+    if typed and all(form_of(file, how) in ("text", "ids") for file in files):
         raise ConfigError(
             f"data.text_field={how.text_field}: no file of the source has fields, they are read as "
-            "plain text or ids; JSON lines, JSON arrays, .csv, .tsv, .parquet and .arrow have them"
+            "plain text or ids; JSON lines and arrays, .csv, .tsv, .parquet and .arrow have them"
+        )
+    if how.separator and all(form_of(file, how) != "text" for file in files):
+        raise ConfigError(
+            f"data.separator={how.separator!r}: no file of the source is plain text; each row of "
+            "the others is a document already"
         )
 
 
-def _split_of_ids(config: DataConfig, source: Source, tokenizer: Tokenizer | None) -> Split:
+def _check_ids(config: DataConfig, source: Source, tokenizer: Tokenizer | None) -> None:
     if config.split == "document" or tokenizer is None:
         raise ConfigError(
             f"data.source={source.spec} holds ids, not text: name the tokenizer that made them "
             f"(--tokenizer={config.tokenizer} is made from text), and use --split=auto or tail"
         )
-    by_name = source.val_files and config.split == "auto"
-    return Split("files" if by_name else "tail", config.val_fraction)
 
 
 def make_tokenizer(plan: Plan, say: Say, sample_bytes: int = SAMPLE_BYTES) -> Tokenizer:
@@ -114,8 +124,9 @@ def _alphabet(plan: Plan) -> tuple[str, bool]:
 
 
 def _sample(plan: Plan, sample_bytes: int) -> Iterator[str]:
-    """Training text, at most sample_bytes, chosen by hash from the beginning of each source."""
-    for source, split, weight in zip(plan.sources, plan.splits, plan.weights, strict=True):
+    """Training text, at most sample_bytes, chosen by hash from the beginning of each source; those
+    that only validate come last and have no weight."""
+    for source, split, weight in zip(plan.sources, plan.splits, plan.weights, strict=False):
         left = sample_bytes * weight
         share = left / min(max(source.size, left), SAMPLE_SPAN * left)
         for part in split.parts(plan.pieces(source)):

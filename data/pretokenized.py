@@ -54,17 +54,16 @@ def encoded_ids(
     """The ids of a source's files, split by the files' names or else by the tail."""
     files = [look_at(path, tokenizer.vocab_size) for path in source.files]
     by_name = split.mode == "files"
-    left = sum(file.n_ids for file in files)
-    left = left if by_name else int(left * (1 - split.val_fraction))
+    total = sum(file.n_ids for file in files)
+    left = int(total * (1 - split.val_fraction))  # all or none of them for "none" and "only"
     begun: set[str] = set()
     for file in files:
         read = file.offset
+        if by_name:
+            left = 0 if file.path in source.val_files else file.n_ids
         for ids in _chunks(file, tokenizer.vocab_size):
-            if by_name:
-                found = {"val" if file.path in source.val_files else "train": ids}
-            else:
-                found = {"train": ids[:left], "val": ids[left:]}
-                left -= len(found["train"])
+            found = {"train": ids[:left], "val": ids[left:]}
+            left -= len(found["train"])
             done = Encoded(read=read + ids.nbytes)
             for split, some in found.items():
                 if len(some):

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
-from data.config import DataConfig
 from data.hub import hub_pieces, parse_hub
 from data.options import ConfigError
 from data.readers import (
@@ -107,45 +106,13 @@ def parse_mixture(text: str, option: str = "data.source") -> list[tuple[str, flo
     return [(m[1], weight / sum(weights)) for m, weight in zip(found, weights, strict=True)]
 
 
-def open_sources(config: DataConfig, stdin_file: Path | None = None) -> list[Source]:
-    """The sources of `config.source`, in order, then those of `config.val_source`, which only
-    validate. Raises ConfigError as `open_source` does."""
-    found = [open_source(spec, stdin_file) for spec, _ in parse_mixture(config.source)]
-    if not config.val_source:
-        return found
-    option = "data.val_source"
-    specs = [spec for spec, _ in parse_mixture(config.val_source, option)]
-    if STDIN in specs and STDIN in [source.spec for source in found]:
-        raise ConfigError("data.val_source=-: standard input is data.source already: name a file")
-    validating = [_validating(open_source(spec, stdin_file, option)) for spec in specs]
-    taken = {file.resolve() for source in validating for file in source.files}
-    return [_without(source, taken) for source in found] + validating
-
-
-def _validating(source: Source) -> Source:
+def validating(source: Source) -> Source:
     """The same source as validation text: of named splits, the validation split alone."""
     files = tuple(file for file in source.files if file in source.val_files) or source.files
     notes = [note for note in source.notes if not note.startswith("validation split")]
     if len(files) < len(source.files):
-        notes.append(f"{len(source.files) - len(files)} files for training left out")
-    notes.append("validates; data.split, data.val_fraction and names of files decide nothing")
+        notes.append(f"{len(source.files) - len(files)} files that are not for validation left out")
     return replace(source, files=files, notes=tuple(notes), val_files=frozenset(), validates=True)
-
-
-def _without(source: Source, taken: set[Path]) -> Source:
-    """A training source without what validates, be it taken by `data.val_source` or so named."""
-    left_out = {f for f in source.files if f in source.val_files or f.resolve() in taken}
-    if not left_out:
-        return source
-    files = tuple(file for file in source.files if file not in left_out)
-    if not files:
-        raise ConfigError(
-            f"data.val_source: holds all files of data.source={source.spec}: nothing is left to "
-            "train on"
-        )
-    notes = [note for note in source.notes if not note.startswith("validation split")]
-    notes.append(f"not trained on, because data.val_source validates: {_some(source, left_out)}")
-    return replace(source, files=files, notes=tuple(notes), val_files=frozenset())
 
 
 def open_source(spec: str, stdin_file: Path | None = None, option: str = "data.source") -> Source:

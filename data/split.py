@@ -3,7 +3,8 @@
 `tail`: the last val_fraction of the characters. `document`: whole documents by a hash of their
 text, so that adding files never moves a document between splits. `auto`: the tail for fewer than
 20 documents, or where the hash would leave a split empty; else by document. `files`: as the names
-of files and folders say. `none`: everything trains. `only`: everything validates.
+of files and folders say. `none`: everything trains. `only`: everything validates. `rest`: what is
+named for validation is left out, the rest trains.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Split:
     def _as_named(self, pieces: Iterable[Piece]) -> Iterator[Part]:
         every = {"none": "train", "only": "val"}.get(self.mode)
         for piece in pieces:
-            yield Part(every or piece.split or "train", *piece[:4])
+            if self.mode != "rest" or piece.split != "val":
+                yield Part(every or piece.split or "train", *piece[:4])
 
     def _by_document(self, pieces: Iterable[Piece]) -> Iterator[Part]:
         split = "train"
