@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial as bind
@@ -30,8 +29,9 @@ from data.options import ConfigError
 from data.plan import Plan, Say, make_tokenizer
 from data.pretokenized import encoded_ids
 from data.record import SOURCE_FILE, key_of, partial_folder
-from data.sources import what_was_read
+from data.sources import Read
 from data.tokenizer import Tokenizer, load_tokenizer
+from data.vocabulary import END_OF_TEXT
 from data.writer import ShardWriter
 
 PROGRESS_FILE = "progress.jsonl"
@@ -115,10 +115,10 @@ def build(
             if done.complete[number]:
                 bar.update(plan.sources[number].size)
                 continue
-            skip, read = done.tasks[number], Counter()
+            skip, read = done.tasks[number], Read(_ends(tokenizer))
             results = _encoded(plan, number, tokenizer, dtype, partial, skip, bar, read)
             _write_shards(partial, number, results, done, dtype, shard_bytes)
-            for line in what_was_read(read):
+            for line in read.lines(plan.config.separator):
                 say(f"{plan.sources[number].spec}: {line}")
         if bar.total:
             bar.update(bar.total - bar.n)
@@ -159,9 +159,9 @@ def _encoded(
     folder: Path,
     skip: int,
     bar: Any,
-    read: Counter,
+    read: Read,
 ) -> Iterator[Encoded]:
-    """The ids of one source, task by task, without the first `skip` tasks; `read` counts."""
+    """The ids of one source, task by task, without the first `skip` tasks."""
     source, split = plan.sources[number], plan.splits[number]
     if source.holds_ids:
         ids = encoded_ids(source, split, tokenizer, dtype)
@@ -242,6 +242,12 @@ def _put(partial: Path, folder: Path) -> None:
 
 
 # The tokenizer
+
+
+def _ends(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """How an end-of-text is spelled: as most do, and as this tokenizer does."""
+    own = [text for text, token in tokenizer.special.items() if token == tokenizer.eot]
+    return tuple(dict.fromkeys([END_OF_TEXT, *own]))
 
 
 def _kept_tokenizer(plan: Plan, folder: Path, say: Say) -> Tokenizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from data.bpe import train_bpe
 from data.config import DataConfig
 from data.options import ConfigError
 from data.readers import How, form_of
-from data.sources import Source
+from data.sources import Read, Source
 from data.split import Split, is_chosen, resolve_split
 from data.text import Piece
 from data.vocabulary import Tokenizer, char_tokenizer, code_points
@@ -32,8 +31,8 @@ class Plan:
     splits: list[Split]
     tokenizer: Tokenizer | None  # one that is not made from the text
 
-    def pieces(self, source: Source, read: Counter | None = None) -> Iterator[Piece]:
-        """The documents of one source; `read` counts them."""
+    def pieces(self, source: Source, read: Read | None = None) -> Iterator[Piece]:
+        """The documents of one source; `read` notes what is found."""
         return source.pieces(how_to_read(self.config), read)
 
 
@@ -66,8 +65,6 @@ def _split(config: DataConfig, source: Source, how: How) -> Split:
     """How one source is split."""
     if source.validates:
         return Split("only", 1)
-    if config.val_source:
-        return Split("rest", 0)
     if source.val_files and config.split == "auto":
         return Split("files", config.val_fraction)
     if source.holds_ids:

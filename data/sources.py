@@ -5,10 +5,11 @@ from __future__ import annotations
 import glob
 import os
 import re
+import shlex
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from data.hub import hub_pieces, parse_hub
@@ -40,7 +41,47 @@ SPLIT_WORDS = {
     "test": "test",
     **dict.fromkeys(["val", "valid", "validation", "dev", "eval"], "val"),
 }
+FORM_NAMES = {"jsonl": "JSON lines", "values": "JSON values", "text": "plain text"}
 PART = re.compile(r"(.+?)\*(\d+\.?\d*|\.\d+)(?:\+|$)")
+
+
+@dataclass
+class Read:
+    """What reading a source to its end found; `lines` tells it."""
+
+    ends: tuple[str, ...] = ()  # how an end-of-text is spelled
+    files: Counter = field(default_factory=Counter)  # by (form, suffix)
+    documents: Counter = field(default_factory=Counter)
+    like_lines: Counter = field(default_factory=Counter)  # texts that begin as JSON lines do
+    spelled: Counter = field(default_factory=Counter)  # ends in plain text
+
+    def lines(self, separator: str) -> list[str]:
+        """Lines such as "60 documents from 1 .json file (JSON lines)", but none for what is plainly
+        plain text, and what there is to say of separators."""
+        found = []
+        for form, suffix in sorted(self.files):
+            documents, files = self.documents[form, suffix], self.files[form, suffix]
+            odd, name = self.like_lines[form, suffix], FORM_NAMES.get(form, form)
+            if odd:
+                name += f"; {odd} of them begin as JSON lines do: name them .jsonl to read a field"
+            elif form == "text" and suffix == ".json":
+                name += ": neither JSON lines nor an array of texts"
+            elif form == "text" and len(self.files) == 1:
+                continue
+            kind = f"{suffix} file" if suffix else "file"
+            many = "s" * (documents != 1)
+            found.append(
+                f"{documents:,} document{many} from {files:,} {kind}{'s' * (files != 1)} ({name})"
+            )
+        for end, count in self.spelled.items():
+            found.append(
+                f"the text holds {end!r} {count:,} times, as plain text; if it stands between "
+                f"documents: --separator={shlex.quote(end)}"
+            )
+        texts = [key for key in self.files if key[0] == "text"]
+        if separator and sum(self.documents[k] - self.files[k] for k in texts) <= 0:
+            found.append(f"separator={separator!r} splits no file: it is nowhere between two texts")
+        return found
 
 
 @dataclass(frozen=True)
@@ -54,10 +95,10 @@ class Source:
     val_files: frozenset[Path] = frozenset()  # of these files: named for the validation split
     validates: bool = False  # all of it
 
-    def pieces(self, how: How, read: Counter | None = None) -> Iterator[Piece]:
+    def pieces(self, how: How, read: Read | None = None) -> Iterator[Piece]:
         """Every document, in pieces. Raises ConfigError for damage, by file and byte offset.
 
-        read: counts files and documents by (form, suffix, what), for `what_was_read`.
+        read: notes what is found.
         """
         if self.spec.startswith("hub:"):
             yield from hub_pieces(self.spec, how)
@@ -65,16 +106,22 @@ class Source:
             if kind_of(file) == "ids":
                 raise ConfigError(f"{file}: holds ids, not text")
             form = form_of(file, how)
-            split = "val" if file in self.val_files else ""
-            documents = 0
-            for piece in file_pieces(file, how, form):
-                documents += piece.first
-                yield piece._replace(split=split) if split else piece
-            if read is not None:
-                read[form, suffix_of(file), "documents"] += documents
-                read[form, suffix_of(file), "files"] += 1
-                like_lines = kind_of(file) == "text" and looks_like_lines(file)
-                read[form, suffix_of(file), "like lines"] += like_lines
+            pieces = file_pieces(file, how, form)
+            if file in self.val_files:
+                pieces = (piece._replace(split="val") for piece in pieces)
+            yield from pieces if read is None else self._noted(file, form, pieces, read)
+
+    def _noted(self, file: Path, form: str, pieces: Iterator[Piece], read: Read) -> Iterator[Piece]:
+        key = form, suffix_of(file)
+        read.files[key] += 1
+        if form == "text":
+            read.like_lines[key] += kind_of(file) == "text" and looks_like_lines(file)
+        for piece in pieces:
+            read.documents[key] += piece.first
+            for end in read.ends if form == "text" else ():
+                if end in piece.text:
+                    read.spelled[end] += piece.text.count(end)
+            yield piece
 
     @property
     def holds_ids(self) -> bool:
@@ -307,26 +354,3 @@ def _named_splits(source: Source) -> Source:
     else:
         val = frozenset()
     return replace(source, files=files, notes=tuple(notes), val_files=val)
-
-
-def what_was_read(read: Counter) -> list[str]:
-    """Lines such as "60 documents from 1 .json file (JSON lines)"; none for plain text alone."""
-    names = {"jsonl": "JSON lines", "values": "JSON values", "text": "plain text"}
-    kinds = sorted({key[:2] for key in read})
-    lines = []
-    for form, suffix in kinds:
-        documents, files, odd = (
-            read[form, suffix, what] for what in ("documents", "files", "like lines")
-        )
-        kind, name = f"{suffix} file" if suffix else "file", names.get(form, form)
-        if odd:
-            name += f"; {odd} of them begin as JSON lines do: name them .jsonl to read the fields"
-        elif form == "text" and suffix == ".json":
-            name += ": neither JSON lines nor an array of texts"
-        elif kinds == [("text", suffix)]:
-            return []
-        lines.append(
-            f"{documents:,} document{'s' * (documents != 1)} from {files:,} "
-            f"{kind}{'s' * (files != 1)} ({name})"
-        )
-    return lines

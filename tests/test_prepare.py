@@ -374,6 +374,7 @@ def test_data_whose_source_is_gone_is_used_as_it_is(work):
         {"split": "tail"},
         {"errors": "replace"},
         {"text_field": "body"},
+        {"separator": "|"},
         {"source": "b.txt"},
     ],
 )
@@ -886,6 +887,56 @@ def test_files_named_for_validation_validate(work, split):
     assert (train.count("train"), val.count("val")) == (100, 100) or split != "auto"
     assert train.count("train") + val.count("train") == 100
     assert ("val" in train or split == "tail") == (split != "auto")
+
+
+# No validation; separators
+
+
+@pytest.mark.parametrize("split", ["auto", "tail", "document"])
+@pytest.mark.parametrize("name", ["a.txt", "b.jsonl", "c.bin"])
+def test_a_fraction_of_nothing_is_no_validation(work, split, name):
+    (work / "b.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in LINES[:99]))
+    some_ids().astype("<u2").tofile(work / "c.bin")
+    if (name, split) == ("c.bin", "document"):
+        return
+    folder = prepared(options(work, work / name, split=split, val_fraction=0.0))
+    meta = read_meta(folder)
+    assert meta.of("val") == []
+    assert meta.splits == ["none"]
+    whole = {"a.txt": len(TEXT.encode()) + 1, "c.bin": 5000}
+    assert meta.tokens["train"] == whole.get(name, meta.tokens["train"])
+    verify(folder, lambda _: None)
+
+
+def test_files_named_for_validation_validate_whatever_the_fraction(work):
+    folder = work / "named"
+    folder.mkdir()
+    (folder / "a.txt").write_text("train")
+    (folder / "val.txt").write_text("val")
+    assert texts_of(prepared(options(work, folder, val_fraction=0.0))) == ("train", "val")
+
+
+def test_a_separator_makes_documents_of_a_text_file(work):
+    stories = [f"Story {i}.\n" for i in range(100)]
+    (work / "s.txt").write_text("<|endoftext|>\n".join(stories))
+    config = options(work, work / "s.txt")
+    assert sum(read_meta(prepared(config)).documents.values()) == 1
+    said = told(replace(config, prepared_dir=str(work / "again")))
+    assert any("'<|endoftext|>' 99 times" in line and "--separator=" in line for line in said)
+    split = replace(config, separator="<|endoftext|>\n")
+    assert prepared_folder(split) != prepared_folder(config)
+    assert not any("<|endoftext|>" in line for line in told(split))
+    folder = prepared(split)
+    assert sum(read_meta(folder).documents.values()) == 100
+    assert read_meta(folder).splits == ["document"]
+    nowhere = told(replace(config, separator="<eos>"))
+    assert any("<eos>" in line and "nowhere" in line for line in nowhere)
+
+
+def test_a_separator_that_cannot_apply_is_a_mistake(work):
+    (work / "b.jsonl").write_text('{"text": "a"}\n')
+    said = refusal(options(work, work / "b.jsonl", separator="|"))
+    assert said.startswith("data.separator='|': no file")
 
 
 # Ids that others made
