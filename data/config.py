@@ -43,7 +43,7 @@ class DataConfig:
         str, "field or column that holds the text (JSON, .csv, .parquet, .arrow, hub)", "fixed"
     ] = "text"
     separator: Annotated[
-        str, "text between the documents of a plain text file, such as <|endoftext|>", "fixed"
+        str, "text that stands between the documents of a plain text file", "fixed"
     ] = ""
     errors: Annotated[
         Literal["strict", "replace"], "what to do with bytes that are no UTF-8", "fixed"
