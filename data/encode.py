@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from data.limits import usable_cores
 from data.options import ConfigError
 from data.split import Part
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -148,4 +149,4 @@ def n_workers(asked: int | None, size: int) -> int:
         return asked
     if 0 < size < 32 << 20:
         return 0
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable_cores()

@@ -17,7 +17,6 @@ from data.options import ConfigError
 from training.distributed import (
     LostRank,
     Ranks,
-    default_threads,
     join_ranks,
     pick_backend,
     pick_device,
@@ -369,9 +368,3 @@ def test_the_backend_and_a_note_where_nccl_is_missing(monkeypatch):
     assert pick_backend(torch.device("cuda"), said.append) == "gloo" and len(said) == 1
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert pick_backend(torch.device("cuda"), said.append) == "nccl"
-
-
-def test_threads_share_the_cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(10)), raising=False)
-    assert [default_threads(n) for n in (2, 3, 16)] == [5, 3, 1]
-    assert default_threads(1) == torch.get_num_threads()

@@ -108,6 +108,11 @@ def test_free_memory_is_a_plausible_number():
     assert free is None or 1e7 < free < 1e14
 
 
+def test_a_containers_limit_counts_as_free_memory_does(monkeypatch):
+    monkeypatch.setattr(microbatch, "cgroup_memory_left", lambda: 12345)
+    assert microbatch.available_bytes() == 12345
+
+
 def test_a_run_saves_what_was_chosen_and_keeps_it(train_tiny, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     monkeypatch.setattr("training.startup.pick_micro_batch", lambda config, ranks: 2)

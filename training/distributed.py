@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.command import exit_code_of
+from data.limits import usable_cores
 from data.options import ConfigError
 from training.pulse import Pulse
 
@@ -299,8 +300,6 @@ def pick_backend(device: torch.device, say: Callable[[str], None] = print) -> st
 
 def default_threads(local_world: int) -> int:
     """CPU threads for this process: the cores it may use, shared among this machine's ranks."""
-    if local_world == 1:
-        return torch.get_num_threads()  # one per physical core, or OMP_NUM_THREADS
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, cores // local_world)
+    if local_world == 1:  # torch's choice: one per physical core, or OMP_NUM_THREADS
+        return min(torch.get_num_threads(), usable_cores())
+    return max(1, usable_cores() // local_world)

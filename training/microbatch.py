@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from data.limits import cgroup_memory_left
 from model.gpt import GPT
 from training.config import Config
 from training.distributed import Ranks
@@ -109,14 +110,6 @@ def available_bytes() -> float | None:
     except OSError:  # not Linux
         if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
             found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
-    limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit is not None and used is not None:
-        found.append(limit - used)
+    if (left := cgroup_memory_left()) is not None:
+        found.append(left)
     return min(found, default=None)
-
-
-def _number(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):  # no such limit, or "max"
-        return None

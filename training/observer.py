@@ -5,7 +5,6 @@ Nothing here changes a weight or a random draw of training, and nothing that fai
 
 from __future__ import annotations
 
-import os
 import platform
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from data.limits import usable_cores
 from training.advice import Advice, Adviser
 from training.budget import UNFITTED
 from training.config import Config
@@ -135,7 +135,7 @@ def about_machine(config: Config, setup: Setup) -> dict[str, Any]:
         "device": f"{device.type}, {name}",
         "ranks": setup.ranks.world,
         "threads of a rank": torch.get_num_threads(),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "dtype": config.run.dtype,
         "torch": torch.__version__,
         "python": platform.python_version(),
