@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,6 +16,9 @@ import pytest
 from data.command import run_command
 
 ROOT = Path(__file__).parents[1]
+
+# Without a name server torch warns about each connection of ranks. It reads this when it is loaded.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # A model of some 5,000 parameters and windows of 16 characters: a run takes a tenth of a second.
 TINY = {
