@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
@@ -13,7 +14,10 @@ import torch
 from faultlib import Job, Shared, ended, fork_command, train, wait_for
 
 import training.distributed
+import training.evaluate
+import training.run
 from data.options import ConfigError
+from training.checkpoint import Checkpoints
 from training.distributed import (
     LostRank,
     Ranks,
@@ -21,6 +25,8 @@ from training.distributed import (
     pick_backend,
     pick_device,
 )
+from training.logger import RunLogger
+from training.observer import Observer
 
 
 def with_ranks(do):
@@ -92,6 +98,49 @@ def test_one_rank_may_take_longer_than_the_time_out_if_it_lives(tmp_path):
 
     job = Job(2, [], tmp_path, command=with_ranks(do))
     assert job.wait() == [0, 0], job.text()
+
+
+def slow_first_rank(where: tuple[object, str], seconds: float):
+    """A hook: on rank 0 one thing that it does beside the loop takes so long, the first time."""
+
+    def patch() -> None:
+        owner, name = where
+        original, slept = getattr(owner, name), []
+
+        def slow(*arguments, **options):
+            if os.environ["RANK"] == "0" and not slept:
+                slept.append(True)
+                time.sleep(seconds)
+            return original(*arguments, **options)
+
+        setattr(owner, name, slow)
+
+    return patch
+
+
+SLOW = {
+    "beginning": (training.run, "RunLogger"),
+    "log": (RunLogger, "log"),
+    "evaluation that fits one block": (training.evaluate, "_score"),
+    "report": (Observer, "evaluated"),
+    "checkpoint": (Checkpoints, "save"),
+    "checkpoint between evaluations": (Checkpoints, "prune"),
+}
+
+
+def test_the_first_rank_may_be_busy_beside_the_loop_for_longer_than_the_time_out(
+    tiny_argv, tmp_path
+):
+    """All of them in turns of one run each, side by side, for most of the time is waited."""
+    jobs = {}
+    for name, where in SLOW.items():
+        folder = tmp_path / name
+        evaluated = {"eval_interval": 9} if "between" in name else {}
+        argv = tiny_argv(folder / "run", timeout=3, eval_windows=2, **evaluated)
+        jobs[name] = Job(2, argv, folder, before=slow_first_rank(where, 4.5))
+    ends = {name: job.wait() for name, job in jobs.items()}
+    told = {name: job.text() for name, job in jobs.items() if ends[name] != [0, 0]}
+    assert not told, told
 
 
 def test_a_rank_that_died_before_a_meeting_is_named(tmp_path):
@@ -185,7 +234,6 @@ def test_every_other_error_passes_as_it_is(error, world, monkeypatch):
 def buggy(where: str, rank: int):
     """A hook: in its fourth update this rank's model has a bug, in forward or in backward."""
     import model.gpt
-    import training.run
 
     def patch() -> None:
         forward, step = model.gpt.GPT.forward, training.run.train_step
@@ -232,6 +280,8 @@ def test_a_bug_in_the_model_keeps_its_traceback_on_one_process(
 def test_a_bug_on_one_rank_keeps_its_traceback_and_the_others_lose_that_rank(
     where, reduction, tiny_argv, tmp_path
 ):
+    if reduction == "fast":  # once, for both: DDP imports it when it is made
+        importlib.import_module("torch._dynamo")
     argv = tiny_argv(tmp_path / "run", reduction=reduction, timeout=60)
     job = Job(2, argv, tmp_path, before=buggy(where, 1))
     assert job.wait() == [7, 1], job.text()
@@ -241,8 +291,6 @@ def test_a_bug_on_one_rank_keeps_its_traceback_and_the_others_lose_that_rank(
 
 
 def test_a_killed_rank_is_named_with_the_step(tiny_argv, tmp_path):
-    import training.run
-
     def patch() -> None:
         take_step = training.run.take_step
 

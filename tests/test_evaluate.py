@@ -131,21 +131,20 @@ def test_windows_are_spread_evenly_and_the_same_each_time():
 
 
 @pytest.mark.parametrize(
-    ("T", "micro_batch", "device", "compiled", "windows"),
+    ("T", "micro_batch", "device", "windows"),
     [
-        (64, 12, "cpu", False, 64),  # 4,096 tokens
-        (100, 12, "cpu", False, 40),
-        (64, 128, "cpu", False, 128),  # never fewer than in training
-        (8192, 2, "cpu", False, 2),
-        (64, 12, "cpu", True, 12),
-        (64, 12, "cuda", False, 12),
+        (64, 12, "cpu", 64),  # 4,096 tokens
+        (100, 12, "cpu", 40),
+        (64, 128, "cpu", 128),  # never fewer than in training
+        (8192, 2, "cpu", 2),
+        (64, 12, "cuda", 12),
     ],
 )
-def test_how_many_windows_are_scored_at_once(T, micro_batch, device, compiled, windows):
+def test_how_many_windows_are_scored_at_once(T, micro_batch, device, windows):
     config = Config(
         model=ModelConfig(context_length=T),
         data=DataConfig(micro_batch=micro_batch),
-        run=RunConfig(device=device, compile=compiled),
+        run=RunConfig(device=device),
     )
     assert windows_at_once(config) == windows
 

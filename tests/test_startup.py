@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faultlib import Job
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
@@ -250,6 +251,54 @@ def test_without_a_compiler_one_line_says_so_and_the_run_goes_on(
     found = load_file(tmp_path / "checkpoints/step-8/model.safetensors")
     for name, tensor in load_file(trained_once / "checkpoints/step-8/model.safetensors").items():
         assert torch.equal(found[name], tensor)
+
+
+def compile_eagerly(monkeypatch) -> list[int]:
+    """Graphs that are traced run as they are; the number of nodes of each is added to the list."""
+    graphs: list[int] = []
+
+    def backend(graph, inputs):
+        graphs.append(len(graph.graph.nodes))
+        return graph
+
+    monkeypatch.setattr(GPT, "compile", lambda self: torch.nn.Module.compile(self, backend=backend))
+    return graphs
+
+
+def test_training_alone_is_compiled(train_tiny, tmp_path, monkeypatch):
+    """One graph, tried before the first step: none is left that could fail in the middle of a run,
+    as those of evaluation would, of its last, smaller block, and of samples of every length."""
+    graphs = compile_eagerly(monkeypatch)
+    monkeypatch.setattr("training.evaluate.CPU_TOKENS", 3 * 16)
+    run = {"compile": True, "eval_interval": 2, "eval_windows": 7, "report": True}
+    assert train_tiny(tmp_path, **run, sample_prompt="def ", max_steps=4) == 0
+    assert len(graphs) == 1
+    start = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["start"]
+    assert start["environment"]["compiled"] is True
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_compiler_that_fails_on_one_rank_is_used_on_none(broken, tiny_argv, train_tiny, tmp_path):
+    def patch() -> None:
+        def compile(self):
+            def fails(*args, **options):
+                raise RuntimeError("no working C++ compiler")
+
+            own = os.environ["RANK"] == str(broken)
+            self._compiled_call_impl = fails if own else self._call_impl
+
+        GPT.compile = compile
+
+    argv = tiny_argv(tmp_path / "two", compile=True, timeout=30, reduction="exact")
+    job = Job(2, argv, tmp_path / "logs", before=patch)
+    assert job.wait() == [0, 0], job.text()
+    notes = [line for line in job.text().splitlines() if "torch.compile does not work" in line]
+    assert len(notes) == 1 and ("no working" if broken == 0 else "1 of 2 ranks") in notes[0]
+    start = json.loads((tmp_path / "two/metrics.jsonl").read_text().splitlines()[0])["start"]
+    assert start["environment"]["compiled"] is False
+    assert train_tiny(tmp_path / "one") == 0
+    two, one = (tmp_path / f"{n}/checkpoints/step-8/model.safetensors" for n in ("two", "one"))
+    assert load_file(two)["embed.weight"].equal(load_file(one)["embed.weight"])
 
 
 def test_running_out_of_memory_is_no_fault_of_the_compiler(train_tiny, tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ from data.limits import usable_cores
 from data.options import ConfigError
 from training.pulse import Pulse
 
-POLL_SECONDS = 0.05  # between two looks at what another rank has posted
+POLL_SECONDS = 0.05  # at most, between two looks at what another rank has posted
 SILENCE_SECONDS = 2.5  # a rank that gives none for so long is named as lost
 
 
@@ -51,6 +51,7 @@ class Ranks:
     timeout: float = 600.0
     store: dist.Store | None = None
     pulse: Pulse | None = None
+    apart: bool = False  # rank 0 may be at work alone (saving, a report): set on all ranks alike
     _meetings: int = 0
 
     @property
@@ -110,6 +111,13 @@ class Ranks:
             self.store.set(f"{key}/{self.rank}", "here")
         self._poll({rank: f"{key}/{rank}" for rank in range(self.world)}, what)
 
+    def _rejoin(self, what: str) -> None:
+        """Before an exchange, all of whose time-out may be over before rank 0 comes back from work
+        of its own: wait for it as long as it shows signs of life."""
+        if self.apart:
+            self.apart = False
+            self.share(lambda: None, what)
+
     def _new_key(self) -> str:
         self._meetings += 1
         return f"meeting/{self._meetings}"
@@ -117,6 +125,7 @@ class Ranks:
     def _poll(self, keys: dict[int, str], what: str) -> None:
         """Wait until each rank has posted its key. Raises LostRank for one that has gone silent."""
         seen = {rank: (-1, time.monotonic()) for rank in keys}  # (beats, when they last grew)
+        pause = 0.001  # most waits are short
         with self.waiting(what):
             while missing := [r for r, key in keys.items() if not self.store.check([key])]:
                 for rank in missing:
@@ -125,7 +134,8 @@ class Ranks:
                         seen[rank] = beats, now
                     elif now - seen[rank][1] > self.timeout:
                         raise LostRank(self._lost([rank], what, "no sign of life"))
-                time.sleep(POLL_SECONDS)
+                time.sleep(pause)
+                pause = min(2 * pause, POLL_SECONDS)
 
     def _beats(self, rank: int) -> int:
         return self.store.add(f"alive/{rank}", 0)
@@ -134,6 +144,7 @@ class Ranks:
         """Element-wise sum over ranks; integers, so exact in any order."""
         if self.world == 1:
             return values
+        self._rejoin(what)
         total = torch.tensor(values, dtype=torch.int64, device=self.device)
         with self.waiting(what):
             dist.all_reduce(total)
@@ -143,6 +154,7 @@ class Ranks:
         """The tensors of all ranks, in the order of the ranks; one shape and dtype everywhere."""
         if self.world == 1:
             return [values]
+        self._rejoin(what)
         values = values.to(self.device)
         parts = [torch.empty_like(values) for _ in range(self.world)]
         with self.waiting(what):

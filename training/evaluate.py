@@ -52,7 +52,7 @@ def windows_at_once(config: Config) -> int:
     fit. On a CPU more: at CPU_TOKENS a forward its small operations no longer count.
     """
     trained = config.data.micro_batch
-    if config.run.device != "cpu" or config.run.compile:  # compiled for a shape
+    if config.run.device != "cpu":
         return trained
     return max(trained, CPU_TOKENS // config.model.context_length)
 
@@ -90,6 +90,7 @@ def evaluate(
                 sums[mine] = _score(model, rows, byte_lengths, ranks, precision)
     finally:
         model.train(training)
+    ranks.apart = True  # the last block, or the only one, is rank 0's
     if ranks.world > 1:  # every row is filled by one rank and 0 on the others: the sum is exact
         sums = sum(ranks.gather(sums, "evaluation"))
     loss, tokens, n_bytes = (math.fsum(column) for column in sums.T.tolist())
@@ -109,7 +110,8 @@ def _score(
 ) -> Tensor:
     """B rows of windows -> (B, 3) float64: summed loss, targets, bytes of each window."""
     with precision.autocast():
-        losses = model(*(part.to(ranks.device) for part in rows), reduction="none")
+        # Not model(...): a compiled one would be compiled anew, for this and for the last block.
+        losses = model.forward(*(part.to(ranks.device) for part in rows), reduction="none")
     targets = rows[1]
     counted = targets != IGNORE_INDEX
     lengths = torch.as_tensor(byte_lengths)[targets.clamp(min=0)] * counted

@@ -137,6 +137,7 @@ def about_machine(config: Config, setup: Setup) -> dict[str, Any]:
         "threads of a rank": torch.get_num_threads(),
         "cores": usable_cores(),
         "dtype": config.run.dtype,
+        "compiled": setup.compiled,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",

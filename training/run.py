@@ -115,6 +115,7 @@ class Run:
 @contextlib.contextmanager
 def recording(run: Run) -> Iterator[None]:
     """Rank 0: run.json, the log and wandb are open while the block runs."""
+    run.setup.ranks.apart = True
     if not run.setup.ranks.first:
         yield
         return
@@ -202,6 +203,7 @@ def note_fit(run: Run, max_steps: int) -> None:
 
 def log_step(run: Run) -> None:
     """The last step's figures; tokens per second over the time trained since the last line."""
+    run.setup.ranks.apart = True  # a disk or wandb may be slow
     if run.logger is None or run.observer is None or run.last is None or run.tokens == 0:
         return
     step, loss = run.state.step, run.last.loss
@@ -247,6 +249,7 @@ def run_evaluation(run: Run) -> None:
         score(run, run.data.val)
         if run.stopping:
             return
+    run.setup.ranks.apart = True
     if run.observer is not None:
         run.observer.evaluated(run.state.step)
     if run.budget is not None:
@@ -304,6 +307,7 @@ def save(run: Run, best: bool = False) -> None:
         raise NonFinite(
             f"step {state.step}: weights or optimizer state are not finite; nothing was saved"
         )
+    setup.ranks.apart = True
     if not setup.ranks.first:
         return
     run.saving = True

@@ -323,7 +323,8 @@ def _without_buffers() -> dict[str, bool]:
 
 
 def _compile(setup: Setup, config: Config, say: Say) -> None:
-    """torch.compile in place, tried on a batch of zeros; without a compiler, go on without."""
+    """torch.compile in place, tried on a batch of zeros; all ranks go on without it if it fails on
+    one. This graph is the only one: evaluation and samples are not compiled."""
     model, shape = setup.model, (config.data.micro_batch, config.model.context_length)
     parts = 2 + config.data.document_mask
     batch = torch.zeros((parts, *shape), dtype=torch.int64, device=setup.ranks.device)
@@ -331,18 +332,23 @@ def _compile(setup: Setup, config: Config, say: Say) -> None:
     # Within DDP it is compiled in as many parts as there are buckets, each sent once it is there.
     forward = setup.ddp or model
     alone = setup.ddp.no_sync() if setup.ddp else contextlib.nullcontext()
+    reason = ""
     try:
         with alone, setup.precision.autocast():
             forward(*batch, reduction="sum").backward()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the compiler or its C++ toolchain raises
-        model._compiled_call_impl = None
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        say(f"note: torch.compile does not work here ({first_line}); going on without it")
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
     setup.optimizers.zero_grad()
     # One rank may find its kernels in a cache while others compile, for longer than a time-out.
     setup.ranks.meet("compiling the model")
+    (failed,) = setup.ranks.sum_ints([bool(reason)], "compiling the model")
+    setup.compiled = not failed
+    if failed:
+        model._compiled_call_impl = None
+        reason = reason or f"on {failed} of {setup.ranks.world} ranks"
+        say(f"note: torch.compile does not work here ({reason}); going on without it")
 
 
 def _check_same_weights(model: GPT, ranks: Ranks) -> None:

@@ -54,6 +54,7 @@ class Setup:
     seed: int
     grad_clip: float
     ddp: DistributedDataParallel | None = None  # for reduction=fast on several ranks
+    compiled: bool = False  # torch.compile was asked for and works on all ranks
     updating: bool = False  # weights are being changed: between two states, neither to be saved
 
     @property
