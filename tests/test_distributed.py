@@ -100,16 +100,14 @@ def test_one_rank_may_take_longer_than_the_time_out_if_it_lives(tmp_path):
     assert job.wait() == [0, 0], job.text()
 
 
-def slow_first_rank(where: tuple[object, str], seconds: float):
-    """A hook: on rank 0 one thing that it does beside the loop takes so long, the first time."""
+def slow_first_rank(owner: object, name: str, call: int, seconds: float):
+    """A hook: on rank 0 a call of this function takes so long."""
 
     def patch() -> None:
-        owner, name = where
-        original, slept = getattr(owner, name), []
+        original, calls = getattr(owner, name), iter(range(10**6))
 
         def slow(*arguments, **options):
-            if os.environ["RANK"] == "0" and not slept:
-                slept.append(True)
+            if os.environ["RANK"] == "0" and next(calls) == call:
                 time.sleep(seconds)
             return original(*arguments, **options)
 
@@ -118,26 +116,26 @@ def slow_first_rank(where: tuple[object, str], seconds: float):
     return patch
 
 
-SLOW = {
-    "beginning": (training.run, "RunLogger"),
-    "log": (RunLogger, "log"),
-    "evaluation that fits one block": (training.evaluate, "_score"),
-    "report": (Observer, "evaluated"),
-    "checkpoint": (Checkpoints, "save"),
-    "checkpoint between evaluations": (Checkpoints, "prune"),
+# The second evaluation is no better than the first, so nothing is saved after it.
+NOT_BEST = {"lr": 1e-20, "max_steps": 12, "checkpoint_interval": 99}
+ALONE = {  # what is slow, in which call, and options by which nothing else is due at that step
+    "beginning": (training.run, "RunLogger", 0, {}),
+    "log": (RunLogger, "log", 0, {}),
+    "evaluation that fits one block": (training.evaluate, "_score", 0, {}),
+    "report": (Observer, "evaluated", 1, NOT_BEST),
+    "checkpoint": (Checkpoints, "save", 0, {"checkpoint_interval": 3, "eval_interval": 9}),
 }
 
 
 def test_the_first_rank_may_be_busy_beside_the_loop_for_longer_than_the_time_out(
     tiny_argv, tmp_path
 ):
-    """All of them in turns of one run each, side by side, for most of the time is waited."""
+    """A run for each, side by side, for most of the time is waited."""
     jobs = {}
-    for name, where in SLOW.items():
+    for name, (*where, options) in ALONE.items():
         folder = tmp_path / name
-        evaluated = {"eval_interval": 9} if "between" in name else {}
-        argv = tiny_argv(folder / "run", timeout=3, eval_windows=2, **evaluated)
-        jobs[name] = Job(2, argv, folder, before=slow_first_rank(where, 4.5))
+        argv = tiny_argv(folder / "run", timeout=3, eval_windows=2, **options)
+        jobs[name] = Job(2, argv, folder, before=slow_first_rank(*where, 4.5))
     ends = {name: job.wait() for name, job in jobs.items()}
     told = {name: job.text() for name, job in jobs.items() if ends[name] != [0, 0]}
     assert not told, told
