@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 
@@ -16,6 +15,7 @@ from data.tokenizer import load_tokenizer
 from tools import batch
 from training.checkpoint import find_checkpoint
 from training.history import read_history
+from training.loading import data_folder
 
 
 def test_every_window_of_a_step_is_shown_with_its_text(command, trained):
@@ -65,14 +65,13 @@ def test_long_windows_are_shortened_and_said():
 
 def test_data_that_is_gone_is_told(trained, tmp_path):
     config = read_history(trained).config
-    assert batch.data_folder(trained, config).is_dir()
     about = find_checkpoint(trained, "latest").about
+    assert data_folder(about, config).is_dir()
+    moved = {**about, "data_folder": str(tmp_path / "gone")}
+    assert data_folder(moved, config).is_dir()  # found by its fingerprint
     elsewhere = replace(config, data=replace(config.data, prepared_dir=str(tmp_path)))
-    with mock.patch("training.checkpoint.find_checkpoint") as found:
-        found.return_value.about = {**about, "data_folder": str(tmp_path / "gone")}
-        assert batch.data_folder(trained, config).is_dir()  # found by its fingerprint
-        with pytest.raises(ConfigError, match=about["data_fingerprint"][:12]):
-            batch.data_folder(trained, elsewhere)
+    with pytest.raises(ConfigError, match=about["data_fingerprint"][:12]):
+        data_folder(moved, elsewhere)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -71,7 +72,10 @@ def test_ids_that_the_model_does_not_know_are_refused(model):
 def test_documents_are_joined_by_the_end_of_text(tmp_path):
     path = tmp_path / "two.jsonl"
     path.write_text('{"text": "ab"}\n{"text": "c"}\n')
-    assert read_ids(EvaluateOptions(source=str(path)), byte_tokenizer()) == ([97, 98, 256, 99], 2)
+    assert read_ids(EvaluateOptions(source=str(path)), byte_tokenizer()) == (
+        [97, 98, 256, 99],
+        [0, 3],
+    )
     (tmp_path / "one.txt").write_text("a")
     with pytest.raises(ConfigError, match="two are needed"):
         read_ids(EvaluateOptions(source=str(tmp_path / "one.txt")), byte_tokenizer())
@@ -103,10 +107,75 @@ def test_a_folder_and_the_run_it_came_from_give_the_same(trained, tiny_folder, t
     assert float(re.search(r"loss ([\d.]+) nats", said)[1]) == pytest.approx(expected, abs=1e-5)
 
 
+# The run's own validation split
+
+
+def logged_loss(run: Path) -> float:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["val_loss"] for line in lines if "val_loss" in line][-1]
+
+
+def loss_of(command, run: Path, *options: str) -> float:
+    code, out, err = command(tools.evaluate.main, run, "--device=cpu", "--which=latest", *options)
+    assert code == 0, err
+    return float(re.search(r"loss ([\d.]+) nats", out)[1])
+
+
+@pytest.mark.parametrize("windows", ["packed", "document"])
+@pytest.mark.parametrize("mask", [False, True])
+def test_without_a_text_it_is_the_loss_that_the_run_logged(
+    train_tiny, short_documents, tmp_path, command, windows, mask
+):
+    options = {"windows": windows, "document_mask": mask, "max_steps": 4, "lr": 0.1}
+    train_tiny(tmp_path / "run", **short_documents, **options)
+    assert loss_of(command, tmp_path / "run") == pytest.approx(logged_loss(tmp_path / "run"))
+
+
+def test_a_stride_slides_over_the_split_as_over_its_text(trained, tiny_folder, tmp_path, command):
+    text = (tiny_folder / "text.txt").read_text()
+    (tmp_path / "val.txt").write_text(text[int(len(text) * 0.8) :])  # as --split=tail cuts it
+    split = loss_of(command, trained, "--stride=4")
+    assert split == loss_of(command, trained, f"--source={tmp_path / 'val.txt'}", "--stride=4")
+    assert split != pytest.approx(logged_loss(trained))
+
+
+def test_without_a_run_or_its_validation_split_a_text_must_be_named(
+    train_tiny, trained_once, tmp_path, command
+):
+    train_tiny(tmp_path / "run", val_fraction=0, max_steps=2)
+    folder = tmp_path / "hf"
+    assert command(tools.export.main, trained_once, f"--out={folder}")[0] == 0
+    for run in (tmp_path / "run", folder):
+        code, _, err = command(tools.evaluate.main, run, "--device=cpu")
+        assert code == 2
+        assert "--source" in err
+
+
+@torch.no_grad()
+def test_a_model_of_masked_documents_sees_them_one_by_one(model):
+    tokenizer = byte_tokenizer()
+    texts = [tokenizer.encode(text) for text in ("Zwei Knaben", "\u00fcber", "Stock und Stein.")]
+    ids, starts, total = [], [], 0.0
+    for text in texts:
+        ids += [tokenizer.eot] if ids else []
+        starts.append(len(ids))
+        ids += text
+    rows = [texts[0] + [256], [256, *texts[1], 256], [256, *texts[2]]]
+    for row in rows:  # with context 12 and stride 1 each target has the 11 tokens before it
+        for i in range(1, len(row)):
+            logits = model(torch.tensor([row[max(0, i - 12) : i]]))[0, -1]
+            total -= float(logits.log_softmax(-1)[row[i]])
+    found = score(model, ids, tokenizer, 12, 1, starts)
+    assert found.loss == pytest.approx(total / (len(ids) - 1), abs=1e-5)
+    assert found.loss != pytest.approx(score(model, ids, tokenizer, 12, 1).loss, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "source is not given"),
+        (["--text_field=body"], "text_field=body"),
+        (["--errors=replace"], "errors=replace"),
+        (["--stride=17"], "over the context of 16"),
         (["--source=nowhere.txt"], "no such file"),
         (["--source=TEXT", "--stride=17"], "over the context of 16"),
         (["--source=TEXT", "--stride=0"], "must be at least 1"),

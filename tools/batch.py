@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from data.command import run_command
-from data.options import ConfigError, parse_options
+from data.options import parse_options
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from training.config import Config
@@ -38,10 +38,12 @@ class BatchOptions:
 def main(argv: list[str]) -> int:
     """Print each window of the step."""
     options, (run,) = parse_options(argv, BatchOptions, usage=USAGE, positionals=["RUN"])
+    from training.checkpoint import find_checkpoint
     from training.history import read_config
+    from training.loading import data_folder
 
     config = read_config(Path(run))
-    folder = data_folder(Path(run), config)
+    folder = data_folder(find_checkpoint(Path(run), "latest").about, config)
     for line in logged(Path(run), options.step):
         print(line)
     for place, text in windows_of(config, folder, options.step):
@@ -61,27 +63,6 @@ def logged(run: Path, step: int) -> Iterator[str]:
                 for value in (entry["loss"], entry.get("grad_norm"))
             )
             yield f"step {step}: loss {loss}, gradient norm {norm}"
-
-
-def data_folder(run: Path, config: Config) -> Path:
-    """The prepared data that the run was trained on.
-
-    Raises ConfigError if it is not there.
-    """
-    from data.prepare import prepared_root
-    from data.record import find_fingerprint
-    from training.checkpoint import find_checkpoint
-
-    about = find_checkpoint(run, "latest").about
-    wanted, hint = str(about["data_fingerprint"]), str(about.get("data_folder", ""))
-    root = prepared_root(config.data)
-    folder = find_fingerprint(root, wanted, hint)
-    if folder is None:
-        raise ConfigError(
-            f"{root} holds no data with fingerprint {wanted[:12]}, which the run was trained on: "
-            "prepare its source again to see its windows"
-        )
-    return folder
 
 
 def windows_of(config: Config, folder: Path, step: int) -> Iterator[tuple[str, str]]:

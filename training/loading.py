@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from data.options import ConfigError
+from data.prepare import prepared_root
+from data.record import find_fingerprint
 from training.config import Config, from_json
 from training.manifest import (
     MODEL,
@@ -82,3 +85,19 @@ def config_of(checkpoint: Checkpoint) -> Config:
             f"{path} is of a model of {at_least:,} bytes or more, {MODEL} has {size:,}"
         )
     return config
+
+
+def data_folder(about: Mapping[str, Any], config: Config) -> Path:
+    """Find the prepared data of the run that a checkpoint with this manifest is of.
+
+    Raises ConfigError if it is gone.
+    """
+    wanted, hint = str(about["data_fingerprint"]), str(about.get("data_folder", ""))
+    root = prepared_root(config.data)
+    folder = find_fingerprint(root, wanted, hint)
+    if folder is None:
+        raise ConfigError(
+            f"{root} holds no data with fingerprint {wanted[:12]}, which the run was trained on: "
+            f"prepare data.source={config.data.source} again"
+        )
+    return folder

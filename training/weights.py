@@ -42,6 +42,15 @@ class Weights:
     def is_ours(self) -> bool:
         return (self.path / MANIFEST).is_file()
 
+    def load(self, device: torch.device) -> tuple[GPT, Tokenizer]:
+        """Model and tokenizer, in evaluation mode; no optimizer is read.
+
+        Raises DamagedCheckpoint or DamagedFolder if something is damaged.
+        """
+        model = GPT(self.config, pick_attention("auto", device))
+        load_model_tensors(model, self.tensors(), str(self.path))
+        return model.to(device).eval(), load_tokenizer(self.tokenizer)
+
 
 def find_weights(name: str | Path, which: str = "") -> Weights:
     """The weights of a run or checkpoint (`which` as for find_checkpoint), of a Hugging Face folder
@@ -80,15 +89,11 @@ def _fetched(name: str) -> Path:
 
 
 def load_for_sampling(path: Path, which: str, device: torch.device) -> tuple[GPT, Tokenizer]:
-    """Model and tokenizer of a run, checkpoint or Hugging Face folder, in evaluation mode; no
-    optimizer is read.
+    """Model and tokenizer of a run, checkpoint or Hugging Face folder, in evaluation mode.
 
     Raises ConfigError if there is none, DamagedCheckpoint or DamagedFolder if it is damaged.
     """
-    found = find_weights(path, which)
-    model = GPT(found.config, pick_attention("auto", device))
-    load_model_tensors(model, found.tensors(), str(found.path))
-    return model.to(device).eval(), load_tokenizer(found.tokenizer)
+    return find_weights(path, which).load(device)
 
 
 def inherit_model(config: Config, say: Say) -> Config:
