@@ -67,9 +67,10 @@ def grouped(parts: Iterable[Part]) -> Iterator[list[Part]]:
 def encode_task(folder: Path, dtype: str, task: list[Part]) -> Encoded:
     """Ids of one task, by split."""
     found = Encoded(read=sum(part.read for part in task))
+    tokenizer = _tokenizer(folder, folder.stat().st_mtime_ns)
     for split in sorted({part.split for part in task}):
         parts = [part for part in task if part.split == split]
-        found.splits[split] = _encode_parts(_tokenizer(folder), dtype, parts)
+        found.splits[split] = _encode_parts(tokenizer, dtype, parts)
     return found
 
 
@@ -96,7 +97,8 @@ def _encode_parts(tokenizer: Tokenizer, dtype: str, parts: list[Part]) -> Ids:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(folder: Path) -> Tokenizer:
+def _tokenizer(folder: Path, made: int) -> Tokenizer:
+    """The tokenizer that the folder has held since `made`; another may have been there before."""
     return load_tokenizer(folder)
 
 
@@ -107,12 +109,10 @@ def in_order(
 
     Raises ConfigError if a process dies.
     """
-    if workers <= 1:
+    pool = _pool(workers) if workers > 1 else None
+    if pool is None:
         yield from map(function, items)
         return
-    # spawn: forking a process that has threads (torch, tokenizers) can hang it.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent)
     waiting: deque = deque()
     try:
         for item in items:
@@ -128,6 +128,20 @@ def in_order(
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _pool(workers: int) -> ProcessPoolExecutor | None:
+    """That many processes; None, said, where there is no shared memory for their semaphores."""
+    # spawn: forking a process that has threads (torch, tokenizers) can hang it.
+    context = multiprocessing.get_context("spawn")
+    try:
+        return ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent)
+    except (OSError, ImportError, NotImplementedError) as error:
+        print(
+            f"note: data.workers={workers}: processes cannot share memory here, /dev/shm perhaps "
+            f"({error}); preparing in one process"
+        )
+        return None
 
 
 def _follow_parent() -> None:

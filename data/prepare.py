@@ -34,6 +34,7 @@ from data.options import ConfigError, parse_sections
 from data.plan import Say, make_plan
 from data.preview import preview
 from data.record import (
+    delete_left,
     find_key,
     is_complete,
     key_of,
@@ -42,6 +43,7 @@ from data.record import (
     note_use,
     read_made_from,
     remove_folder,
+    try_lock,
 )
 from data.sources import STDIN, Source, open_source, parse_mixture
 from data.tokenizer import ready_tokenizer
@@ -211,12 +213,15 @@ def _prepared_before(config: DataConfig, specs: list[str]) -> Path | None:
 def _standard_input(root: Path) -> Iterator[Path]:
     """Standard input as a file, which can be read twice; it is deleted in the end."""
     make_folder(root, "data.prepared_dir")
+    delete_left(root, ".stdin-*")
     spool = root / f".stdin-{os.getpid()}"
     try:
         with spool.open("wb") as stream:
+            try_lock(stream)
             if not sys.stdin.isatty():
                 shutil.copyfileobj(sys.stdin.buffer, stream, READ_BYTES)
-        yield spool
+                stream.flush()
+            yield spool
     finally:
         spool.unlink(missing_ok=True)
 

@@ -47,7 +47,8 @@ def find_key(root: Path, key: str) -> Path | None:
 
 def find_fingerprint(root: Path, fingerprint: str, hint: str = "") -> Path | None:
     """The folder of prepared data with this fingerprint; `hint` is looked at first."""
-    for folder in [Path(hint), *sorted(root.glob("[!.]*"))] if hint else sorted(root.glob("[!.]*")):
+    hinted = [Path(hint)] if hint else []
+    for folder in [*hinted, *sorted(root.glob("[!.]*"))]:
         with contextlib.suppress(ConfigError, DamagedData, OSError):
             if read_meta(folder).fingerprint == fingerprint:
                 return folder
@@ -85,7 +86,7 @@ def lock(path: Path, say: Say) -> Iterator[None]:
     make_folder(path.parent, "data.prepared_dir")
     with path.open("a+") as stream:
         waiting = False
-        while (state := _try_lock(stream)) == "held":
+        while (state := try_lock(stream)) == "held":
             if not waiting:
                 stream.seek(0)
                 say(f"waiting for process {stream.read().strip()}, which prepares this data")
@@ -105,14 +106,23 @@ def hold(folder: Path) -> BinaryIO:
     Raises ConfigError if it is being removed.
     """
     stream = (folder / META_FILE).open("rb")
-    gone = _try_lock(stream, shared=True) == "held" or not is_complete(folder)
+    gone = try_lock(stream, shared=True) == "held" or not is_complete(folder)
     if gone:
         stream.close()
         raise ConfigError(f"{folder} is being removed: run this again")
     return stream
 
 
-def _try_lock(stream: Any, shared: bool = False) -> str:
+def delete_left(root: Path, pattern: str) -> None:
+    """Delete files of this pattern that a process has left that did not end well: it held a lock
+    on each."""
+    for file in root.glob(pattern):
+        with contextlib.suppress(OSError), file.open("ab") as stream:
+            if try_lock(stream) == "locked":
+                file.unlink()
+
+
+def try_lock(stream: Any, shared: bool = False) -> str:
     """ "locked", "held" by another process, or "no locks" on this platform or file system."""
     try:
         import fcntl
@@ -134,7 +144,7 @@ def _try_lock(stream: Any, shared: bool = False) -> str:
 
 def list_folders(root: Path, say: Say = print) -> None:
     """Say name, source, size and last use of each prepared folder, the last used first."""
-    found = [folder for folder in _folders(root) if folder.is_dir()]
+    found = _folders(root)
     if not found:
         say(f"{root} holds no prepared data")
     for folder in sorted(found, key=lambda folder: -folder.stat().st_mtime):
@@ -149,26 +159,30 @@ def remove_folder(root: Path, name: str, say: Say = print) -> None:
     folder = root / name
     if folder not in _folders(root):
         raise ConfigError(f"remove={name}: {root} holds no prepared data of this name; see --list")
+    if folder.is_symlink():
+        raise ConfigError(f"remove={name}: is a link to {folder.resolve()}: delete both yourself")
     unfinished = not is_complete(folder)
     file = root / f".{_key(folder)}.lock" if unfinished else folder / META_FILE
     with file.open("ab") as stream:
-        state = _try_lock(stream)
+        state = try_lock(stream)
         if state == "held":
             doing = "is being prepared" if unfinished else "is used by a run"
             raise ConfigError(f"remove={name}: {doing}: wait until that process has ended")
         if state == "no locks":
             say(f"note: {root} has no file locks: whether a run uses {name} cannot be seen")
         size, source = _size(folder), _source(folder)
-        doomed = root / f".removed-{name.strip('.')}-{os.getpid()}"
-        os.rename(folder, doomed)  # first: half of a folder must not be taken for a whole one
-        shutil.rmtree(doomed)
+        # By another name first: half of a folder must not be taken for a whole one.
+        os.rename(folder, root / f".removed-{name.strip('.')}-{os.getpid()}")
+        for doomed in root.glob(".removed-*"):  # and what a kill has left of another one
+            shutil.rmtree(doomed, ignore_errors=True)
     say(f"removed {folder} ({size / 1e6:,.1f} MB, made from {source})")
 
 
 def _folders(root: Path) -> list[Path]:
-    """Prepared folders, and those that are not finished."""
+    """Prepared folders, and those that are not finished; nothing that is somebody else's."""
     complete = [folder for folder in root.glob("[!.]*") if is_complete(folder)]
-    return [*complete, *root.glob(".*.partial")]
+    partial = [folder for folder in root.glob(".*.partial") if len(_key(folder)) == KEY_LENGTH]
+    return [folder for folder in [*complete, *partial] if (folder / SOURCE_FILE).is_file()]
 
 
 def _key(folder: Path) -> str:

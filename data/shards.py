@@ -2,7 +2,8 @@
 
 Shards are read with pread, not mapped: the page cache serves both alike, but resident memory does
 not grow with what has been touched, a shard that becomes shorter is an error instead of SIGBUS, and
-every block is checked each time it is read. At most OPEN_FILES shards are open at a time.
+every block is checked each time it is read. Shards are opened at the start, so that a run does not
+end when their folder is deleted; those beyond `room_for_files` are opened when they are needed.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from data.options import ConfigError
 
 __all__ = ["IGNORE_INDEX", "DamagedData", "Windows", "read_meta"]
 
-OPEN_FILES = 64
+MAX_OPEN = 1024  # shards of one split; each takes 64 KiB for its checksums
 IGNORE_INDEX = -100  # a target that is not learned
 
 
 class TokenStream:
     """The ids of one split of one source, as if they were one long array."""
 
-    def __init__(self, folder: Path, meta: Meta, split: str, source: int) -> None:
+    def __init__(
+        self, folder: Path, meta: Meta, split: str, source: int, max_open: int = 64
+    ) -> None:
         self._folder = Path(folder)
         self._dtype = meta.id_dtype
         self._vocab_size = meta.vocab_size
@@ -39,6 +42,9 @@ class TokenStream:
         self.n_tokens = self._ends[-1] if self._ends else 0
         for shard in self._shards:
             check_size(self._folder / shard.file, shard.tokens * self._dtype.itemsize)
+        self._max_open = max(1, max_open)
+        for number in range(min(self._max_open, len(self._shards))):
+            self._opened(number)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """(count,) int64 ids from token `start` on; after the last token comes the first."""
@@ -93,7 +99,7 @@ class TokenStream:
         return ids
 
     def _opened(self, number: int) -> tuple[BinaryIO, bytes]:
-        """A shard's file and checksums, opened when it is first needed."""
+        """A shard's file and checksums, opened if they are not."""
         if number in self._open:
             self._open.move_to_end(number)
             return self._open[number]
@@ -102,12 +108,22 @@ class TokenStream:
         n_blocks = -(-shard.tokens * self._dtype.itemsize // BLOCK_BYTES)
         checksums = read_checked(path.with_suffix(".crc"), 4 * n_blocks)
         self._open[number] = (path.open("rb", buffering=0), checksums)
-        if len(self._open) > OPEN_FILES:
+        if len(self._open) > self._max_open:
             self._open.popitem(last=False)[1][0].close()
         return self._open[number]
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_open": OrderedDict()}  # open files stay in their process
+
+
+def room_for_files() -> int:
+    """The number of shards that one split may hold open: a quarter of this process's files."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 64
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_OPEN if soft < 0 else max(1, min(MAX_OPEN, soft // 4))
 
 
 def _pread(file: BinaryIO, count: int, offset: int) -> bytes:
@@ -270,8 +286,10 @@ class Windows:
         self.parts: list[PackedWindows | DocumentWindows] = []
         # A source may only train or only validate; one that is drawn from must be there.
         drawn = range(len(meta.weights)) if split == "train" else ()
-        for source in drawn or sorted({shard.source for shard in meta.of(split)}) or [0]:
-            stream = TokenStream(folder, meta, split, source)
+        sources = drawn or sorted({shard.source for shard in meta.of(split)}) or [0]
+        for source in sources:
+            room = room_for_files() // len(sources)
+            stream = TokenStream(folder, meta, split, source, room)
             if stream.n_tokens < context_length + 1:
                 raise ConfigError(_too_short(meta, split, source, stream.n_tokens, context_length))
             self.parts.append(make_windows(stream, context_length, windows, document_mask))

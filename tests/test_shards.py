@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
+import resource
+import shutil
 import time
 import zlib
 from pathlib import Path
@@ -218,15 +220,48 @@ def test_a_folder_that_was_not_prepared_is_refused(tmp_path):
 # Many shards, many processes
 
 
-def test_many_shards_take_few_open_files(tmp_path):
+@pytest.mark.parametrize("room", [1, 20, 400])
+def test_many_shards_take_few_open_files(tmp_path, monkeypatch, room):
     count = 300
     ids = random_ids(count * 10)
     folder = make(tmp_path, [{"train": np.split(ids, count)}])
-    windows = Windows(folder, "train", 30)
+    monkeypatch.setattr(shards, "room_for_files", lambda: room)
     before = len(list(Path("/proc/self/fd").iterdir()))
+    windows = Windows(folder, "train", 30)
     for i in np.random.default_rng(0).permutation(len(windows)):
         assert windows[i][0] == ids[i * 30]
-    assert len(list(Path("/proc/self/fd").iterdir())) - before <= shards.OPEN_FILES
+    assert len(list(Path("/proc/self/fd").iterdir())) - before == min(room, count)
+
+
+def test_a_split_takes_a_quarter_of_the_files_that_a_process_may_open():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert 1 <= shards.room_for_files() <= 1024
+    try:
+        for soft, room in ((256, 64), (3, 1)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+            assert shards.room_for_files() == room
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("windows", ["packed", "document"])
+def test_a_folder_that_is_deleted_is_read_on(tmp_path, windows):
+    parts = np.split(random_ids(3000), [1000, 2000])
+    folder = make(tmp_path / "x", [{"train": parts, "val": parts[:1]}, {"train": parts}])
+    opened = [Windows(folder, split, 16, windows) for split in ("train", "val")]
+    expected = [[w[i].tolist() for i in range(len(w))] for w in opened]
+    opened = [Windows(folder, split, 16, windows) for split in ("train", "val")]
+    shutil.rmtree(folder)
+    assert [[w[i].tolist() for i in range(len(w))] for w in opened] == expected
+
+
+def test_a_deleted_shard_that_was_not_open_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "room_for_files", lambda: 1)
+    folder = make(tmp_path / "x", [{"train": np.split(random_ids(2000), [1000])}])
+    windows = Windows(folder, "train", 16)
+    shutil.rmtree(folder)
+    with pytest.raises(DamagedData, match="train-00-000001.* is missing"):
+        windows[len(windows) - 1]
 
 
 def test_opening_reads_no_data(tmp_path, monkeypatch):
