@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 
         config, checkpoint = startup.open_run(config, ranks, stack, warn)
         ranks.start(config.run.device)
-        data = startup.open_data(config, checkpoint, ranks, say)
+        data = startup.open_data(config, checkpoint, ranks, stack, say)
         config = startup.resolve(config, ranks, data.tokenizer.vocab_size, say)
         screen.check_prompt(config, data.tokenizer)
         startup.prepare_process(config)

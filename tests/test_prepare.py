@@ -27,10 +27,13 @@ from data.options import ConfigError
 from data.plan import make_plan
 from data.prepare import main, prepare, prepared_folder
 from data.preview import preview
+from data.record import try_lock
 from data.shards import IGNORE_INDEX, Windows
 from data.sources import open_source
+from data.split import Part
 from data.tokenizer import load_tokenizer
 from data.verify import verify
+from data.vocabulary import char_tokenizer
 from data.writer import ShardWriter
 
 ROOT = Path(__file__).parents[1]
@@ -357,6 +360,64 @@ def test_a_changed_source_is_prepared_anew_and_said(work):
     assert prepared(config) == before
 
 
+@pytest.mark.parametrize("tokenizer", ["char", "bpe:300"])
+def test_a_second_preparation_in_one_process_has_a_tokenizer_of_its_own(work, tokenizer):
+    config = options(work, tokenizer=tokenizer)
+    first = prepared(config)
+    other = TEXT.translate(str.maketrans("Lisay", "ΩΨЖ兀が"))
+    (work / "a.txt").write_text(other)
+    second = prepared(config)
+    assert ["".join(texts_of(folder)) for folder in (first, second)] == [TEXT, other]
+    shutil.rmtree(second)
+    shutil.rmtree(first)
+    (work / "a.txt").write_text(TEXT)
+    assert "".join(texts_of(prepared(config))) == TEXT
+
+
+def test_a_tokenizer_that_was_replaced_in_its_folder_is_read_again(work):
+    task = [Part("train", "abc", True, True, 3)]
+    for alphabet, ids in (("abc", [0, 1, 2]), ("ab!c", [1, 2, 3])):
+        shutil.rmtree(work / "tokenizer", ignore_errors=True)
+        char_tokenizer("".join(sorted(alphabet)), False).save(work / "tokenizer")
+        found = encode.encode_task(work / "tokenizer", "uint16", task).splits["train"]
+        assert found.ids.tolist() == ids
+
+
+@pytest.mark.parametrize("spec", ["elsewhere/a.txt", "./a.txt", "../{}/a.txt", "b.md"])
+def test_the_same_content_elsewhere_is_the_same_folder(work, spec, monkeypatch):
+    folder = prepared(options(work))
+    (work / "elsewhere").mkdir()
+    for copy in ("elsewhere/a.txt", "b.md"):
+        shutil.copy(work / "a.txt", work / copy)
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(build, "encode_task", lambda *_: pytest.fail("prepared again"))
+    assert prepared(options(work, spec.format(work.name))) == folder
+
+
+def test_a_folder_that_moved_with_its_texts_is_the_same(work, monkeypatch):
+    texts = work / "texts"
+    (texts / "deep").mkdir(parents=True)
+    for name in ("a.txt", "deep/b.txt"):
+        (texts / name).write_text(TEXT + name)
+    folder = prepared(options(work, texts))
+    matched = prepared(options(work, f"{texts}/**/*.txt"))
+    moved = texts.rename(work / "moved")
+    monkeypatch.setattr(build, "encode_task", lambda *_: pytest.fail("prepared again"))
+    assert prepared(options(work, moved)) == folder
+    assert prepared(options(work, f"{moved}/**/*.txt")) == matched
+
+
+def test_a_tokenizer_elsewhere_is_the_same_by_its_content(work):
+    own = prepared(options(work, tokenizer="bpe:300")) / "tokenizer"
+    for name in ("one", "two"):
+        shutil.copytree(own, work / name)
+    first = prepared(options(work, tokenizer=f"hf:{work / 'one'}"))
+    assert prepared(options(work, tokenizer=f"hf:{work / 'two'}")) == first
+    eot = json.dumps({"eos_token": "L"})  # another end-of-text
+    (work / "two/tokenizer_config.json").write_text(eot)
+    assert prepared(options(work, tokenizer=f"hf:{work / 'two'}")) != first
+
+
 def test_data_whose_source_is_gone_is_used_as_it_is(work):
     config, said = options(work), []
     folder = prepared(config)
@@ -542,6 +603,80 @@ def test_a_worker_that_dies_is_said(work, monkeypatch):
     with pytest.raises(ConfigError, match="workers=2: a process .* died"):
         prepared(config)
     assert not prepared_folder(config).exists()
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(38, "no")])
+def test_without_shared_memory_one_process_prepares(work, monkeypatch, capsys, error):
+    """No /dev/shm, or one that is not ours to write: semaphores cannot be made."""
+    import _multiprocessing
+
+    def no_semaphores(*_):
+        raise error
+
+    monkeypatch.setattr(_multiprocessing, "SemLock", no_semaphores)
+    assert "".join(texts_of(prepared(options(work, workers=3)))) == TEXT
+    assert "data.workers=3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["is_file", "open"])
+def test_a_source_that_is_closed_to_us_is_a_mistake_and_no_full_disk(
+    work, monkeypatch, command, method
+):
+    real = getattr(Path, method)
+
+    def closed(self, *arguments, **options):
+        if self.name == "a.txt":
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, method, closed)
+    argv = [f"--source={work / 'a.txt'}", "--tokenizer=byte", f"--prepared_dir={work / 'prepared'}"]
+    code, _, err = command(main, *argv)
+    assert code == 2
+    assert "a.txt" in err and "Permission denied" in err
+
+
+@pytest.mark.parametrize("cut", [1, 40, -1, None])
+def test_a_journal_that_a_kill_has_torn_is_read_up_to_there(reference, tmp_path, monkeypatch, cut):
+    config, folder = reference
+    config = replace(config, prepared_dir=str(tmp_path))
+    encode_until(monkeypatch, 20)
+    with pytest.raises(Killed):
+        prepared(config, shard_bytes=SHARD)
+    (journal,) = tmp_path.glob(".*/progress.jsonl")
+    *whole, last = journal.read_bytes().splitlines(keepends=True)
+    torn = b"\0" * 300 if cut is None else last[:cut]
+    journal.write_bytes(b"".join(whole) + torn)
+    rest = encode_until(monkeypatch, 10**6)
+    assert content(prepared(config, shard_bytes=SHARD)) == content(folder)
+    assert whole and len(rest) > 0
+
+
+def test_the_journal_is_appended_and_not_written_anew(reference, tmp_path, monkeypatch):
+    config, folder = reference
+    written, add = [], build.Progress.add
+
+    def adding(self, *arguments):
+        before = self.path.read_bytes()
+        add(self, *arguments)
+        assert self.path.read_bytes().startswith(before)
+        written.append(self.path.stat().st_size - len(before))
+
+    monkeypatch.setattr(build.Progress, "add", adding)
+    prepared(replace(config, prepared_dir=str(tmp_path)), shard_bytes=SHARD)
+    assert len(written) > 3
+    assert max(written) < 2000  # whatever came before
+
+
+def test_what_a_killed_pipe_left_is_deleted(work, monkeypatch):
+    root = work / "prepared"
+    root.mkdir()
+    (root / ".stdin-1").write_text("left")
+    with (root / ".stdin-2").open("wb") as other:  # another process reads its own
+        assert try_lock(other) == "locked"
+        monkeypatch.setattr("sys.stdin", Stdin(TEXT.encode()))
+        folder = prepared(options(work, "-"))
+    assert sorted(leftovers(root)) == sorted([".stdin-2", folder.name])
 
 
 def die() -> None:

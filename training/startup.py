@@ -9,7 +9,6 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -160,7 +159,6 @@ class Data:
     train: Windows
     val: Windows | None  # None: nothing validates
     byte_lengths: np.ndarray  # (V,)
-    held: BinaryIO  # open: the folder is in use
 
     @property
     def fingerprint(self) -> str:
@@ -172,8 +170,15 @@ class Data:
         return self.tokenizer_files
 
 
-def open_data(config: Config, checkpoint: Path | None, ranks: Ranks, say: Say) -> Data:
-    """Prepare the data if it is not there (rank 0; the others wait), and open it.
+def open_data(
+    config: Config,
+    checkpoint: Path | None,
+    ranks: Ranks,
+    stack: contextlib.ExitStack,
+    say: Say,
+) -> Data:
+    """Prepare the data if it is not there (rank 0; the others wait), and open it. Its folder is
+    held until `stack` closes.
 
     A run that goes on from a checkpoint goes on with its own data. Raises ConfigError if the config
     names other data.
@@ -185,7 +190,8 @@ def open_data(config: Config, checkpoint: Path | None, ranks: Ranks, say: Say) -
         return str(own or prepare(config.data, say=say, progress=progress))
 
     folder = Path(ranks.share(find, "preparing the data"))
-    T, held = config.model.context_length, hold(folder)
+    stack.enter_context(hold(folder))
+    T = config.model.context_length
     meta, files = read_meta(folder), read_tokenizer(folder)
     check_tokenizer(folder, meta, files)
     tokenizer = load_tokenizer(folder / "tokenizer")
@@ -199,7 +205,7 @@ def open_data(config: Config, checkpoint: Path | None, ranks: Ranks, say: Say) -
             "--val_source=TEXT or a --val_fraction above 0, or leave --patience out"
         )
     lengths = np.asarray(tokenizer.byte_lengths())
-    return Data(folder, meta, tokenizer, files, train, val, lengths, held)
+    return Data(folder, meta, tokenizer, files, train, val, lengths)
 
 
 def _data_of(path: Path, config: Config, say: Say) -> Path | None:
