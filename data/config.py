@@ -39,6 +39,9 @@ class DataConfig:
         "fixed",
     ] = "auto"
     val_fraction: Annotated[float, "share of the text that validates; 0: none", "fixed"] = 0.05
+    val_source: Annotated[
+        str, "text that validates, named as source is; instead of a share of the source", "content"
+    ] = ""
     text_field: Annotated[
         str, "field or column that holds the text (JSON, .csv, .parquet, .arrow, hub)", "fixed"
     ] = "text"

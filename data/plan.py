@@ -58,13 +58,15 @@ def make_plan(
             option = "data.val_source" if source.validates else "data.source"
             raise ConfigError(f"{option}={source.spec} holds no text, or white space alone")
         splits.append(_split(config, source, how))
-    return Plan(config, sources, weights, splits, tokenizer)
+    return Plan(config, sources, [weight for weight in weights if weight], splits, tokenizer)
 
 
 def _split(config: DataConfig, source: Source, how: How) -> Split:
     """How one source is split."""
     if source.validates:
         return Split("only", 1)
+    if config.val_source:
+        return Split("rest", 0)
     if source.val_files and config.split == "auto":
         return Split("files", config.val_fraction)
     if source.holds_ids:

@@ -45,7 +45,7 @@ from data.record import (
     remove_folder,
     try_lock,
 )
-from data.sources import STDIN, Source, open_source, parse_mixture
+from data.sources import STDIN, Source, open_sources, parse_mixture, parts_of
 from data.tokenizer import ready_tokenizer
 from data.verify import summary, verify
 from data.vocabulary import FILE, Tokenizer
@@ -85,7 +85,7 @@ def _made_from(config: DataConfig, digests: list[str], ready: Tokenizer | None) 
     """All that determines the ids, and the spelling of the sources for the reader."""
     sources = [
         {"spec": spec, "weight": weight, "digest": digest}
-        for (spec, weight), digest in zip(parse_mixture(config.source), digests, strict=True)
+        for (spec, weight), digest in zip(parts_of(config), digests, strict=True)
     ]
     return {
         "format": FORMAT,
@@ -117,7 +117,7 @@ def _ready(config: DataConfig) -> Tokenizer | None:
 
 def _digests(config: DataConfig, root: Path, read: bool) -> list[str]:
     """The content of each source; what it last was if one cannot, or shall not, be read."""
-    last = [last_digest(spec, root) for spec, _ in parse_mixture(config.source)]
+    last = [last_digest(spec, root) for spec, _ in parts_of(config)]
     if not read and not all(last):
         raise ConfigError(f"data.source={config.source} has not been prepared")
     try:
@@ -131,7 +131,7 @@ def _digests(config: DataConfig, root: Path, read: bool) -> list[str]:
 def _opened(config: DataConfig, spool: Path | None = None) -> list[Source]:
     """The sources, with what came on standard input in the file `spool`."""
     try:
-        return [open_source(spec, spool) for spec, _ in parse_mixture(config.source)]
+        return open_sources(config, spool)
     except OSError as error:  # a folder above one is closed to us, say
         raise unreadable(error.filename, error) from error
 
@@ -149,7 +149,7 @@ def prepare(
     cannot be read, OSError for a disk that cannot be written.
     """
     root = prepared_root(config)
-    specs = [spec for spec, _ in parse_mixture(config.source)]
+    specs = [spec for spec, _ in parts_of(config)]
     try:
         with _standard_input(root) if STDIN in specs else contextlib.nullcontext() as spool:
             if spool is not None and spool.stat().st_size == 0:
@@ -240,6 +240,11 @@ def _make(
     for source in sources:
         for note in source.notes:
             say(f"{source.spec}: {note}")
+    if config.val_source:
+        say(
+            f"{config.val_source} validates: data.split and data.val_fraction decide nothing, and "
+            "files of the source that are named for validation are left out"
+        )
     weights = [source["weight"] for source in made_from["sources"]]
     plan = make_plan(config, sources, weights, tokenizer)
     stamps = [content.stamps for content in contents]
@@ -247,15 +252,16 @@ def _make(
     say(f"prepared {folder}: {summary(meta)}")
 
 
-def difference_from(folder: Path, config: DataConfig, began_with: str, say: Say) -> str:
+def difference_from(folder: Path, config: DataConfig, began_with: DataConfig, say: Say) -> str:
     """Why `folder`, which a run was trained on, is not what its config names; "" if it is.
 
     Content decides: a source may lie elsewhere than `began_with`, the run's own, says, and one that
     is gone, or comes on standard input no more, is not needed. Each is said.
     """
+    named, before = source_options(config), source_options(began_with)
     root, made_from = prepared_root(config), read_made_from(folder)
     then = [(source["digest"], source["weight"]) for source in made_from["sources"]]
-    parts = parse_mixture(config.source)
+    parts = parts_of(config)
     from_stdin = any(spec == STDIN for spec, _ in parts)
     with _standard_input(root) if from_stdin else contextlib.nullcontext() as spool:
         try:
@@ -263,16 +269,23 @@ def difference_from(folder: Path, config: DataConfig, began_with: str, say: Say)
                 raise ConfigError("data.source=-: nothing came on standard input")
             digests = [content_of(source, root).digest for source in _opened(config, spool)]
         except ConfigError as error:
-            if config.source != began_with:
+            if named != before:
                 raise
             say(f"{error}; going on with {folder}, which was prepared from it")
             digests = [digest for digest, _ in then]
     weights = [weight for _, weight in parts]
     if list(zip(digests, weights, strict=True)) != then:
-        return f"data.source={config.source}: its content is not what the run was trained on"
-    if config.source != began_with:
-        say(f"data.source={config.source} holds what {began_with} held; going on")
+        return f"data.{named}: its content is not what the run was trained on"
+    if named != before:
+        say(f"data.{named} holds what {before} held; going on")
     return _tokenizer_difference(folder, config, made_from["tokenizer"], say)
+
+
+def source_options(config: DataConfig) -> str:
+    """What is read, as it would be typed."""
+    return f"source={config.source}" + (
+        f" --val_source={config.val_source}" * bool(config.val_source)
+    )
 
 
 def _tokenizer_difference(folder: Path, config: DataConfig, identity: str, say: Say) -> str:

@@ -52,7 +52,8 @@ def encoded_ids(
     source: Source, split: Split, tokenizer: Tokenizer, dtype: str
 ) -> Iterator[Encoded]:
     """The ids of a source's files, split by the files' names or else by the tail."""
-    files = [look_at(path, tokenizer.vocab_size) for path in source.files]
+    paths = [p for p in source.files if split.mode != "rest" or p not in source.val_files]
+    files = [look_at(path, tokenizer.vocab_size) for path in paths]
     by_name = split.mode == "files"
     total = sum(file.n_ids for file in files)
     left = int(total * (1 - split.val_fraction))  # all or none of them for "none" and "only"

@@ -8,7 +8,7 @@ from itertools import islice
 from data.config import DataConfig
 from data.encode import n_workers
 from data.plan import Plan, Say, make_plan, make_tokenizer
-from data.sources import open_source, parse_mixture
+from data.sources import open_sources, parts_of
 from data.tokenizer import Tokenizer, ready_tokenizer
 
 TRIAL_BYTES = 4 << 20  # that are encoded
@@ -17,11 +17,10 @@ SHOWN_IDS = 40
 
 def preview(config: DataConfig, say: Say = print) -> None:
     """Say what preparing would read, make and take, and show the first document's tokens."""
-    parts = parse_mixture(config.source)
     ready = ready_tokenizer(config.tokenizer)
-    sources = [open_source(spec) for spec, _ in parts]
-    plan = make_plan(config, sources, [weight for _, weight in parts], ready)
-    for source, split, weight in zip(sources, plan.splits, plan.weights, strict=True):
+    sources, weights = open_sources(config), [weight for _, weight in parts_of(config)]
+    plan = make_plan(config, sources, weights, ready)
+    for source, split, weight in zip(sources, plan.splits, weights, strict=True):
         size = f"{len(source.files):,} files, {source.size / 1e6:,.1f} MB, " if source.files else ""
         say(f"source {source.spec}: {size}weight {weight:.3g}, split: {split.mode}")
         for note in source.notes:

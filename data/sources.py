@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
+from data.config import DataConfig
 from data.hub import hub_pieces, parse_hub
 from data.options import ConfigError
 from data.readers import (
@@ -153,7 +154,41 @@ def parse_mixture(text: str, option: str = "data.source") -> list[tuple[str, flo
     return [(m[1], weight / sum(weights)) for m, weight in zip(found, weights, strict=True)]
 
 
-def validating(source: Source) -> Source:
+def parts_of(config: DataConfig) -> list[tuple[str, float]]:
+    """(source, weight) of all that is read; what only validates comes last and has no weight."""
+    parts = parse_mixture(config.source)
+    if not config.val_source:
+        return parts
+    option = "data.val_source"
+    specs = [spec for spec, _ in parse_mixture(config.val_source, option)]
+    if STDIN in specs and STDIN in [spec for spec, _ in parts]:
+        raise ConfigError(f"{option}=-: standard input is data.source already: name a file")
+    return [*parts, *((spec, 0.0) for spec in specs)]
+
+
+def open_sources(config: DataConfig, stdin_file: Path | None = None) -> list[Source]:
+    """The sources of `parts_of`, in order. Raises ConfigError as `open_source` does, and for a file
+    that would train and validate."""
+    found = [
+        open_source(spec, stdin_file)
+        if weight
+        else _validating(open_source(spec, stdin_file, "data.val_source"))
+        for spec, weight in parts_of(config)
+    ]
+    taken = {file.resolve() for source in found if source.validates for file in source.files}
+    for source in found:
+        trains = set() if source.validates else set(source.files) - source.val_files
+        both = {file for file in trains if file.resolve() in taken} if taken else set()
+        if both:
+            raise ConfigError(
+                f"data.val_source={config.val_source}: {_some(source, both)} would train too, as "
+                f"part of data.source={source.spec}: move it out of there, or give it a name that "
+                "says what it is, such as val.txt"
+            )
+    return found
+
+
+def _validating(source: Source) -> Source:
     """The same source as validation text: of named splits, the validation split alone."""
     files = tuple(file for file in source.files if file in source.val_files) or source.files
     notes = [note for note in source.notes if not note.startswith("validation split")]

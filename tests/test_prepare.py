@@ -436,6 +436,7 @@ def test_data_whose_source_is_gone_is_used_as_it_is(work):
         {"errors": "replace"},
         {"text_field": "body"},
         {"separator": "|"},
+        {"val_source": "b.txt"},
         {"source": "b.txt"},
     ],
 )
@@ -1049,6 +1050,73 @@ def test_files_named_for_validation_validate_whatever_the_fraction(work):
     (folder / "a.txt").write_text("train")
     (folder / "val.txt").write_text("val")
     assert texts_of(prepared(options(work, folder, val_fraction=0.0))) == ("train", "val")
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.0])
+def test_a_validation_source_validates_and_nothing_else_does(work, fraction):
+    (work / "v.txt").write_text("validation only\n" * 50)
+    config = options(work, val_fraction=fraction, val_source=str(work / "v.txt"), split="tail")
+    said = told(config)
+    folder = prepared(config)
+    assert texts_of(folder) == (TEXT, "validation only\n" * 50)
+    meta = read_meta(folder)
+    assert (meta.weights, meta.splits) == ([1.0], ["rest", "only"])
+    assert any("validates" in line and "val_fraction decide nothing" in line for line in said)
+    assert len(Windows(folder, "train", 32).parts) == len(Windows(folder, "val", 32).parts) == 1
+    assert prepared_folder(config) != prepared_folder(replace(config, val_source=""))
+    verify(folder, lambda _: None)
+
+
+def test_mixtures_and_ids_validate_mixtures(work):
+    (work / "b.txt").write_text("b" * 900)
+    (work / "v.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    some_ids().astype("<u2").tofile(work / "v.bin")
+    source = f"{work / 'a.txt'}*0.75+{work / 'b.txt'}*0.25"
+    val = f"{work / 'v.jsonl'}*1+{work / 'v.bin'}*9"
+    folder = prepared(options(work, source, val_source=val))
+    meta = read_meta(folder)
+    assert meta.weights == [0.75, 0.25]
+    assert [shard.source for shard in meta.of("train")] == [0, 1]
+    assert [shard.source for shard in meta.of("val")] == [2, 3]
+    assert [shard.tokens for shard in meta.of("val")] == [8, 5000]
+    assert Windows(folder, "train", 4).weights == [0.75, 0.25]
+    assert Windows(folder, "val", 4).n_tokens == 5008
+
+
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_with_a_validation_source_files_named_for_validation_are_left_out(work, kind):
+    folder, val = work / "named", work / "other"
+    for place in (folder, val):
+        place.mkdir()
+        for number, name in enumerate(["train", "val", "test"]):
+            if kind == "text":
+                (place / f"{name}.txt").write_text(f"{name} of {place.name}")
+            else:
+                np.full(99, number + 3 * (place == val), "<u2").tofile(place / f"{name}.bin")
+    made = prepared(options(work, folder, val_source=str(val)))
+    if kind == "text":
+        assert texts_of(made) == ("train of named", "val of other")
+    else:
+        assert [set(ids_of(made, split)) for split in ("train", "val")] == [{0}, {4}]
+
+
+def test_what_validates_must_not_train(work):
+    folder = work / "corpus"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a" * 99)
+    (folder / "held.txt").write_text("h" * 99)
+    for val in (folder / "held.txt", folder):
+        said = refusal(options(work, folder, val_source=str(val)))
+        assert said.startswith(f"data.val_source={val}: ")
+        assert "held.txt" in said
+    (folder / "held.txt").rename(folder / "val.txt")
+    config = options(work, folder, val_source=str(folder / "val.txt"))
+    assert texts_of(prepared(config)) == ("a" * 99, "h" * 99)
+    assert "data.val_source=nope" in refusal(options(work, val_source="nope"))
+    (work / "empty.txt").write_text(" ")
+    said = refusal(options(work, val_source=str(work / "empty.txt")))
+    assert said.startswith(f"data.val_source={work / 'empty.txt'} holds no text")
+    assert "val_source=-" in refusal(options(work, "-", val_source="-"))
 
 
 def test_a_separator_makes_documents_of_a_text_file(work):

@@ -51,7 +51,7 @@ OTHER = {
         "run.seed": 2,
         "run.init_from": "some/model",
     },
-    "content": {"data.source": "other.txt"},
+    "content": {"data.source": "other.txt", "data.val_source": "val.txt"},
     "must": {
         # other updates from here on
         "model.dropout": 0.1,

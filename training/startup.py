@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from data.loader import BatchLoader
 from data.meta import Meta, check_tokenizer, read_meta, read_tokenizer
 from data.options import ConfigError
-from data.prepare import difference_from, prepare, prepared_root
+from data.prepare import difference_from, prepare, prepared_root, source_options
 from data.record import find_fingerprint, hold, note_use, read_made_from
 from data.shards import Windows
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -218,16 +218,17 @@ def _data_of(path: Path, config: Config, say: Say) -> Path | None:
     folder = find_fingerprint(prepared_root(config.data), trained_on, hint)
     if folder is None or not read_made_from(folder):
         return None
-    began_with = from_json(read_json(path / RUN)).data.source
+    began_with = from_json(read_json(path / RUN)).data
     difference = difference_from(folder, config.data, began_with, say)
-    if difference and config.run.resume == "must" and config.data.source == began_with:
+    same_source = source_options(config.data) == source_options(began_with)
+    if difference and config.run.resume == "must" and same_source:
         say(f"note: {difference}; going on with the run's own data, {folder}")
     elif difference:
         raise ConfigError(
             [
                 difference,
                 f"the run's own data is still there, {folder}: to go on with it, --resume=must "
-                f"with --source={began_with}",
+                f"with --{source_options(began_with)}",
                 "to start anew and move the old run aside: --overwrite=true; elsewhere: --out_dir",
             ]
         )
