@@ -44,7 +44,7 @@ OTHER = {
         "data.val_fraction": 0.1,
         "data.text_field": "body",
         "data.errors": "replace",
-        "data.separator": "|",
+        "data.separator": "END",
         "data.windows": "document",
         "data.document_mask": True,
         "data.global_batch": 64,
