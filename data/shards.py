@@ -300,6 +300,11 @@ class Windows:
     def __len__(self) -> int:
         return self.n_windows
 
+    @property
+    def filled(self) -> float:
+        """The share of all windows' positions whose target counts."""
+        return min(1.0, self.n_tokens / (self.n_windows * self.context_length))
+
     def __getitem__(self, i: int) -> np.ndarray:
         return self.window(i)
 

@@ -124,6 +124,15 @@ def test_milliseconds_are_not_worth_telling():
     assert said(training([3.0] * 4, data_wait=0.5, tokens_per_second=2560 / 0.03)) == []
 
 
+def test_the_seconds_of_a_step_go_by_the_tokens_that_were_learned():
+    """Short documents fill a tenth of the windows: a step takes 0.1 s, of which 0.02 are waited."""
+    entries = training([3.0] * 4, data_wait=0.15)
+    assert said(entries) == [(30, "waiting")]
+    for entry in entries:
+        entry["tokens"] = 256 * entry["step"]
+    assert said(entries) == []
+
+
 def test_a_slow_start_or_a_hiccup_is_not_waiting():
     entries = training([3.0] * 6)
     for entry, share in zip(entries, [0.9, 0.0, 0.5, 0.5, 0.0, 0.5], strict=True):

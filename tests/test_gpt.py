@@ -74,6 +74,20 @@ def test_documents_in_a_row_have_the_loss_and_gradient_of_each_alone(kind, atten
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [MODERN, GPT2], ids=["rope", "learned"])
+def test_documents_are_compiled_as_one_graph(kind):
+    model = perturb(make_model(**kind))
+    tokens, documents = randint(20, 2, 16), torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
+    plain = model(tokens, tokens, documents)
+    model.compile(backend="aot_eager", fullgraph=True)
+    compiled = model(tokens, tokens, documents)
+    torch.testing.assert_close(compiled, plain)
+    for some, others in zip(
+        *(torch.autograd.grad(loss, model.parameters()) for loss in (plain, compiled)), strict=True
+    ):
+        torch.testing.assert_close(some, others, rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_a_token_never_changes_a_logit_of_another_document():
     model = perturb(make_model()).eval()

@@ -273,6 +273,23 @@ def test_validation_hides_documents_from_each_other_too(
     assert (rows.pair(1)[2] > 0).any()
 
 
+@pytest.mark.parametrize(
+    ("options", "wasted"),
+    [
+        ({"windows": "document"}, True),
+        ({"windows": "document", "document_mask": True}, False),
+        ({"windows": "packed"}, False),
+    ],
+)
+def test_windows_that_are_mostly_padding_are_told(
+    train_tiny, short_documents, tmp_path, capsys, options, wasted
+):
+    train_tiny(tmp_path, **short_documents, **options, context_length=64, max_steps=1)
+    assert ("advice: short documents fill" in capsys.readouterr().out) == wasted
+    tokens = metrics(tmp_path, "tokens")[1]
+    assert (tokens < 0.5 * 4 * 64) == wasted  # targets that count, of 4 windows
+
+
 def test_masked_losses_do_not_depend_on_micro_batches(train_tiny, short_documents, tmp_path):
     options = {**short_documents, "global_batch": 8, "interval": 1, "max_steps": 4}
     found = {}

@@ -29,6 +29,7 @@ class Adviser:
         self.guessing = math.log(vocab_size)
         self.said: set[str] = set()
         self.loss_sum, self.n_losses = 0.0, 0  # training's, since the last evaluation
+        self.counted = 0, 0  # (step, targets so far) of the last line
         self.waits: list[float] = []  # the last shares of a step spent waiting for data
         self.evaluations: list[tuple[float, float]] = []  # (validation, training before it): three
         self.best = (math.inf, math.inf)  # the best of all
@@ -110,12 +111,19 @@ class Adviser:
             )
         ]
 
+    def _tokens_per_step(self, entry: dict[str, Any]) -> float:
+        """Targets that counted in a step since the line before; short documents do not fill one."""
+        (last_step, last), step, tokens = self.counted, entry["step"], entry.get("tokens")
+        if tokens is None or step <= last_step:
+            return self.config.data.global_batch * self.config.model.context_length
+        self.counted = step, tokens
+        return (tokens - last) / (step - last_step)
+
     def _waiting(self, entry: dict[str, Any]) -> list[Advice]:
         share, speed = entry.get("data_wait"), entry.get("tokens_per_second")
         if share is None or not speed:
             return []
-        tokens = self.config.data.global_batch * self.config.model.context_length
-        seconds = share * tokens / speed
+        seconds = share * self._tokens_per_step(entry) / speed
         self.waits = [*self.waits, share if seconds > WORTH_TELLING else 0.0][-3:]
         if len(self.waits) < 3 or min(self.waits) <= LONG_WAIT:  # a start or a hiccup is no matter
             return []

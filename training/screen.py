@@ -20,6 +20,7 @@ from training.sections import seconds_of
 
 SAMPLE_TOKENS = 150  # of the sample at the end
 ASSUMED_MFU = 0.5  # of the estimate at the start
+WELL_FILLED = 0.5  # of the windows' positions: rows that documents share are, on average
 
 
 def check_prompt(config: Config, tokenizer: Tokenizer) -> None:
@@ -49,6 +50,11 @@ def introduce(run: Run) -> None:
         f"{epochs}, {config.optim.optimizer}; into {run.folder}"
     )
     run.say(f"estimate: {estimated_time(run)}, {estimated_memory(run)}")
+    if data.train.filled < WELL_FILLED:
+        run.say(
+            f"advice: short documents fill {data.train.filled:.0%} of their windows, the rest of "
+            "each step is padding; with --document_mask=true several share a window"
+        )
 
 
 def estimated_time(run: Run) -> str:
