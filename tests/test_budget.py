@@ -97,8 +97,14 @@ def test_a_budget_that_is_used_up_ends_the_run_where_it_is():
 # The whole course, simulated
 
 
-def simulate(step_seconds, total=600.0, evaluation=3.0, interval=100) -> tuple[float, list, list]:
-    """(seconds used, fits, learning-rate factors) of a run whose step N takes step_seconds(N)."""
+def simulate(
+    step_seconds, total=600.0, evaluation=3.0, interval=100, pauses=(), saving=0.0
+) -> tuple[float, list, list]:
+    """(seconds used, fits, learning-rate factors) of a run whose step N takes step_seconds(N).
+
+    pauses: (step, what it falls into, seconds); saving: seconds of it at each interval.
+    """
+    paused = lambda *where: sum(p[2] for p in pauses if p[:2] == where)  # noqa: E731
     clock = Clock()
     config = Config(
         schedule=ScheduleConfig(schedule="wsd", warmup_steps=20, decay_fraction=0.5),
@@ -114,13 +120,15 @@ def simulate(step_seconds, total=600.0, evaluation=3.0, interval=100) -> tuple[f
         if step >= length:
             break
         factors.append(lr_factor(step, length, fitted(config, length)))
-        seconds = step_seconds(step)
+        seconds = step_seconds(step) + paused(step, "step")
         clock.now += seconds
         budget.stepped(seconds)
         step += 1
+        clock.now += paused(step, "between") + saving * (step % interval == 0)
         if step % interval == 0 or step >= length:
-            clock.now += evaluation
-            budget.evaluated(evaluation)
+            seconds = evaluation + paused(step, "evaluation")
+            clock.now += seconds
+            budget.evaluated(seconds)
         if step >= length:
             break
     return budget.spent, fits, factors
@@ -150,6 +158,46 @@ def test_a_run_ends_within_3_percent_of_its_budget_with_its_decay_complete(step_
     decay = 0.5 * fits[-1][1]
     assert factors[-1] <= 1.5 / decay  # one step short of 0
     assert len(factors) == fits[-1][1]
+
+
+@pytest.mark.parametrize(
+    "pauses",
+    [
+        [(60, "step", 25.0)],
+        [(5, "step", 25.0)],
+        [(60, "between", 25.0)],
+        [(100, "evaluation", 25.0)],
+        [(60, "step", 9.0), (61, "step", 9.0), (90, "step", 9.0)],
+    ],
+    ids=lambda pauses: f"{len(pauses)} in {pauses[0][1]} {pauses[0][0]}",
+)
+def test_a_pause_uses_up_its_time_once_and_bends_nothing_else(pauses):
+    """SIGSTOP, a debugger: 60 s at 0.2 s per step are some 290 steps, without 25 s some 165."""
+    used, fits, _ = simulate(
+        lambda step: 0.2, total=60.0, evaluation=0.5, interval=50, pauses=pauses, saving=0.1
+    )
+    lost = sum(seconds for _, _, seconds in pauses)
+    expected = (60 - lost) / (0.2 + 0.6 / 50)
+    last = max(step for step, _, _ in pauses)
+    after = [length for step, length in fits if step > last]
+    assert after and all(length == pytest.approx(expected, rel=0.08) for length in after)
+    assert used == pytest.approx(60, rel=0.03)
+
+
+def test_saving_that_takes_long_is_not_taken_for_a_pause():
+    used, fits, _ = simulate(lambda step: 0.1, total=200.0, saving=5.0)
+    assert used == pytest.approx(200, rel=0.04)
+
+
+def test_a_machine_that_has_become_slower_is_believed():
+    used, _, _ = simulate(lambda step: 0.1 if step < 200 else 1.0)
+    assert used == pytest.approx(600, rel=0.03)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9, 10, 19, 20])
+def test_the_warm_up_of_a_short_budget_is_one_step_at_least(steps):
+    config = Config(schedule=ScheduleConfig(warmup_steps=700), run=RunConfig(time_budget="1m"))
+    assert fitted(config, steps).warmup_steps == (2 if steps == 20 else 1)
 
 
 def test_the_warm_up_takes_a_tenth_at_most():

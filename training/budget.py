@@ -9,6 +9,7 @@ saved, so the learning rate of each step is known from the fits alone and a run 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,9 @@ UNFITTED = UNKNOWN_STEPS  # before the first fit; the warm-up and the stable par
 FIRST_FIT = 3  # steps measured before the first fit; the very first, which warms up, is not
 FITS = 50  # in a budget
 WINDOW = 200  # steps that the speed is measured over
+PAUSE = (
+    5.0  # times as long as usual: the process was stopped, or its machine; will not happen again
+)
 Fit = tuple[int, ...]  # (step, max_steps): from this step on the run is this long
 
 
@@ -102,7 +106,10 @@ class Budget:
         self.recent: deque[float] = deque(maxlen=WINDOW)  # seconds of each of the last steps
         self.steps = 0
         self.stepping = self.evaluating = 0.0  # seconds in all, in this process
-        self.evaluation = 0.0  # the last one's seconds, saving and report included
+        self.evaluation = 0.0  # the last one's seconds, saving and report included; no pause
+        self.last_evaluation = 0.0  # the same, a pause included
+        self.between = 0.0  # seconds between steps and evaluations (saving, logging); no pauses
+        self.seen_between = self.longest_between = 0.0  # the same, pauses included
         self.next_fit = 0.0
 
     @property
@@ -114,22 +121,37 @@ class Budget:
         return 0.0 if self.began is None else self.clock() - self.began
 
     def stepped(self, seconds: float) -> None:
-        """A step took so long."""
+        """Record the duration of a step."""
         self.steps += 1
         self.stepping += seconds
         if self.steps > 1:  # the first makes kernels, compiles, waits for the first data
             self.recent.append(seconds)
+        self._note_between()
 
     def evaluated(self, seconds: float) -> None:
-        """An evaluation with all that goes with it took so long."""
-        self.evaluation = seconds
+        """Record the duration of an evaluation with all that goes with it."""
+        before = self.last_evaluation
+        self.evaluation = seconds if not before or seconds <= PAUSE * before else before
+        self.last_evaluation = seconds
         self.evaluating += seconds
+
+    def _note_between(self) -> None:
+        """Record what has passed since the last look, and was neither a step nor an evaluation."""
+        seconds = self._here() - self.stepping - self.evaluating - self.seen_between
+        usual = max(self.longest_between, self._usual_step())
+        self.between += seconds if seconds <= PAUSE * usual or not self.recent else usual
+        self.seen_between += seconds
+        self.longest_between = max(self.longest_between, seconds)
+
+    def _usual_step(self) -> float:
+        return statistics.median(self.recent) if self.recent else 0.0
 
     def fit(self, step: int) -> int | None:
         """How many steps the whole run shall have, if it is time to say so before `step` + 1.
 
         What is left, without the last evaluation, is divided by what a step takes with its share of
-        evaluations and of the rest (saving, logging). The clock runs from the first call on.
+        evaluations and of the rest (saving, logging). The clock runs from the first call on. A
+        pause (SIGSTOP, a debugger) uses up its time once and is not expected to come again.
         """
         if self.began is None:
             self.began = self.clock()
@@ -138,7 +160,10 @@ class Budget:
         if len(self.recent) < FIRST_FIT or self.spent < self.next_fit:
             return None
         self.next_fit = self.spent + self.seconds / FITS
-        rest = max(0.0, self._here() - self.stepping - self.evaluating) / self.steps
-        each = sum(self.recent) / len(self.recent) + self.evaluation / self.eval_interval + rest
+        self._note_between()
+        usual = self._usual_step()
+        steps = [seconds if seconds <= PAUSE * usual else usual for seconds in self.recent]
+        each = statistics.fmean(steps) + self.evaluation / self.eval_interval
+        each += max(0.0, self.between) / self.steps
         left = self.seconds - self.spent - self.evaluation
         return step + max(0, int(left / each))
