@@ -159,11 +159,14 @@ def make_folder(folder: Path, option: str) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        above = [folder, *folder.parents]
-        file = next((path for path in above if path.is_file()), error.filename)
-        raise ConfigError(f"{option}={folder}: {file} is a file, not a folder") from error
-    except FileNotFoundError as error:  # /proc, say
+    except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
+        for path in (folder, *folder.parents):
+            if path.is_symlink() and not path.exists():  # the disk it leads to may not be mounted
+                where = f"{path} is a link to {os.readlink(path)}, which is not there"
+                raise ConfigError(f"{option}={folder}: {where}") from error
+            if path.is_file():
+                where = f"{path} is a file, not a folder"
+                raise ConfigError(f"{option}={folder}: {where}") from error
         raise ConfigError(f"{option}={folder}: such a folder cannot be made") from error
 
 

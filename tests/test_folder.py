@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from faultlib import Shared, ended, fork, fork_command, train, wait_for
@@ -119,11 +120,69 @@ def test_a_file_in_the_place_of_the_folder_is_a_mistake_in_words(tmp_path, place
 
 def test_old_runs_get_names_of_their_own(tmp_path):
     for number in range(3):
-        (tmp_path / "run").mkdir()
+        (tmp_path / "run").mkdir(exist_ok=True)
         (tmp_path / "run" / "which").write_text(str(number))
         move_aside(tmp_path / "run")
-    kept = {path.name: (path / "which").read_text() for path in tmp_path.iterdir()}
+    kept = {path.name: (path / "which").read_text() for path in tmp_path.glob("run.old*")}
     assert kept == {"run.old": "0", "run.old-1": "1", "run.old-2": "2"}
+
+
+def old_run(folder):
+    (folder / "checkpoints" / "step-1").mkdir(parents=True)
+    (folder / "run.json").write_text("old")
+    return folder
+
+
+@pytest.mark.parametrize("depth", ["", "/.", "/inner/.."])
+def test_a_link_stays_and_leads_to_a_new_folder_on_the_same_disk(tmp_path, depth):
+    old_run(tmp_path / "disk" / "run")
+    (tmp_path / "link").symlink_to("disk/run")
+    (tmp_path / "disk" / "run" / "inner").mkdir()
+    aside = move_aside(tmp_path / f"link{depth}")
+    assert aside == tmp_path / "disk" / "run.old"
+    assert (aside / "run.json").read_text() == "old"
+    assert (tmp_path / "link").is_symlink() and not list((tmp_path / "link").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
+
+
+@pytest.mark.parametrize("out_dir", [".", "..", "absolute"])
+def test_the_working_directory_keeps_its_place_and_all_that_is_not_the_runs(
+    tmp_path, monkeypatch, out_dir
+):
+    run = old_run(tmp_path / "run")
+    (run / "mine").write_text("mine")
+    (run / "old").mkdir()
+    (run / "sub").mkdir()
+    monkeypatch.chdir(run / "sub" if out_dir == ".." else run)
+    aside = move_aside(run if out_dir == "absolute" else Path(out_dir))
+    assert aside == run / "old-1"
+    assert sorted(path.name for path in aside.iterdir()) == ["checkpoints", "run.json"]
+    assert sorted(path.name for path in run.iterdir()) == ["mine", "old", "old-1", "sub"]
+
+
+@pytest.mark.parametrize("name", ["EBUSY", "EXDEV", "EACCES"])
+def test_a_folder_that_cannot_be_renamed_keeps_its_place(tmp_path, monkeypatch, name):
+    """A mount point, a layer of a container, a parent folder that is not ours."""
+    run, rename = old_run(tmp_path / "run"), os.rename
+
+    def refuse(a, b) -> None:
+        if a == run:
+            raise OSError(getattr(errno, name), name)
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    assert move_aside(run) == run / "old"
+    assert (run / "old" / "run.json").read_text() == "old"
+    assert [path.name for path in run.iterdir()] == ["old"]
+
+
+def test_a_link_to_nowhere_is_a_mistake_in_words(tmp_path):
+    """Its disk may not be mounted: nothing is made in its place."""
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "run")
+    for folder in (tmp_path / "link", tmp_path / "link" / "run"):
+        with pytest.raises(ConfigError, match=r"run.out_dir=.*disk/run, which is not there"):
+            lock_folder(folder).__enter__()
+    assert not (tmp_path / "disk").exists()
 
 
 @pytest.mark.parametrize(

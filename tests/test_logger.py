@@ -221,6 +221,23 @@ def test_a_resumed_run_is_the_same_one_at_wandb(tmp_path, stub):
     assert wandb.asked[0]["resume"] == "allow"
 
 
+def test_a_run_killed_before_its_first_checkpoint_is_the_same_one_at_wandb(tmp_path, stub):
+    wandb = stub()
+    RunLogger(tmp_path, 10, 0).start_wandb(tmp_path, "project", {}, None)  # killed here
+    log = RunLogger(tmp_path, 10, 0)
+    assert log.start_wandb(tmp_path, "project", {}, None) == "fresh-id"
+    log.close()
+    assert [asked["id"] for asked in wandb.asked] == [None, "fresh-id"]
+    assert with_wandb(tmp_path, "of-a-checkpoint") == "of-a-checkpoint"
+
+
+def test_a_run_in_the_working_directory_has_a_name_at_wandb(tmp_path, stub, monkeypatch):
+    wandb = stub()
+    monkeypatch.chdir(tmp_path)
+    with_wandb(Path("."))
+    assert wandb.asked[0]["name"] == tmp_path.name
+
+
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])
 def test_a_failing_wandb_is_said_once_and_the_run_goes_on(tmp_path, stub, capsys, broken):
     stub(broken)

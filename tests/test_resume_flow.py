@@ -430,6 +430,123 @@ def test_overwrite_in_an_empty_place_is_a_plain_start(train_tiny, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["new"]
 
 
+def test_overwrite_in_the_working_directory_leaves_all_else(trained, train_tiny, monkeypatch):
+    (trained / "mine.txt").write_text("mine")
+    before = snapshot(trained)
+    monkeypatch.chdir(trained)
+    assert train_tiny(Path("."), overwrite=True, max_steps=2) == 0
+    assert (trained / "mine.txt").read_text() == "mine"
+    del before["mine.txt"]
+    assert snapshot(trained / "old") == before
+    assert recipe(trained)["run"]["max_steps"] == 2
+    assert train_tiny(Path("."), max_steps=2) == 0  # finished, and given free
+
+
+def test_overwrite_through_a_link_stays_on_its_disk(trained, train_tiny, tmp_path):
+    (tmp_path / "link").symlink_to(trained)
+    before = snapshot(trained)
+    assert train_tiny(tmp_path / "link", overwrite=True, max_steps=2) == 0
+    assert (tmp_path / "link").readlink() == trained
+    assert recipe(trained)["run"]["max_steps"] == 2
+    assert snapshot(trained.parent / "tiny.old") == before
+
+
+# Started again by torchrun or a batch system: (at first, again)
+AGAIN = {
+    "by torchrun's agent": (
+        {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"},
+        {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"},
+    ),
+    "by its agent, as a rank has joined": (
+        {"TORCHELASTIC_RUN_ID": "5f", "TORCHELASTIC_RESTART_COUNT": "0"},
+        {"TORCHELASTIC_RUN_ID": "5f", "TORCHELASTIC_RESTART_COUNT": "0"},
+    ),
+    "by another agent of this torchrun": (
+        {"TORCHELASTIC_RUN_ID": "5f", "TORCHELASTIC_RESTART_COUNT": "0"},
+        {"TORCHELASTIC_RUN_ID": "5f", "TORCHELASTIC_RESTART_COUNT": "2", "agent": "other"},
+    ),
+    "by Slurm": (
+        {"SLURM_JOB_ID": "4711"},
+        {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": "1"},
+    ),
+    "by Slurm, with torchrun": (
+        {"SLURM_JOB_ID": "4711", "TORCHELASTIC_RUN_ID": "none"},
+        {
+            "SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": "1",
+            "TORCHELASTIC_RUN_ID": "none", "agent": "other",
+        },
+    ),
+}  # fmt: skip
+ANEW = {
+    "typed": ({}, {}),
+    "another torchrun": (
+        {"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none", "agent": "other"},
+    ),
+    "another torchrun of the same id": (
+        {"TORCHELASTIC_RUN_ID": "101"}, {"TORCHELASTIC_RUN_ID": "101", "agent": "other"},
+    ),
+    "another torchrun, which restarts at once": (
+        {"TORCHELASTIC_RUN_ID": "5f"},
+        {"TORCHELASTIC_RUN_ID": "60", "TORCHELASTIC_RESTART_COUNT": "1", "agent": "other"},
+    ),
+    "typed again in one job": ({"SLURM_JOB_ID": "4711"}, {"SLURM_JOB_ID": "4711"}),
+    "another job": (
+        {"SLURM_JOB_ID": "4711"}, {"SLURM_JOB_ID": "4712", "SLURM_RESTART_COUNT": "1"},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def launched(train_tiny, monkeypatch):
+    """launched({"SLURM_JOB_ID": ...}, out_dir, ...): train as if started so."""
+    monkeypatch.setattr("training.distributed._die_with_torchrun", lambda: None)
+
+    def run(started: dict[str, str], out_dir: Path, **options) -> None:
+        with monkeypatch.context() as patch:
+            for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+                patch.delenv(name, raising=False)
+            for name, value in started.items():
+                patch.setenv(name, value)
+            if "agent" in started:
+                patch.setattr("os.getppid", lambda: 1)
+            assert train_tiny(out_dir, overwrite=True, **options) == 0
+
+    return run
+
+
+@pytest.mark.parametrize(("at_first", "again"), AGAIN.values(), ids=AGAIN)
+def test_a_launch_overwrites_once(trained, launched, capsys, at_first, again):
+    launched(at_first, trained, max_steps=2)
+    capsys.readouterr()
+    launched(again, trained, max_steps=2)
+    out = capsys.readouterr().out
+    assert "--overwrite=true was done by this launch" in out and "finished at step 2" in out
+    assert sorted(path.name for path in trained.parent.iterdir()) == ["tiny", "tiny.old"]
+
+
+@pytest.mark.parametrize(("at_first", "again"), ANEW.values(), ids=ANEW)
+def test_another_launch_overwrites_again(trained, launched, at_first, again):
+    for started in (at_first, again):
+        launched(started, trained, max_steps=2)
+    names = [path.name for path in trained.parent.iterdir()]
+    assert sorted(names) == ["tiny", "tiny.old", "tiny.old-1"]
+
+
+def test_a_launch_that_was_killed_goes_on_from_its_own_checkpoint(
+    trained, launched, killed_at, monkeypatch
+):
+    started = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with monkeypatch.context() as patch:
+        patch.setattr("training.distributed._die_with_torchrun", lambda: None)
+        for name, value in started.items():
+            patch.setenv(name, value)
+        killed_at(6, trained, overwrite=True, seed=7)
+    launched({**started, "TORCHELASTIC_RESTART_COUNT": "1"}, trained, seed=7)
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").open()]
+    seen = [(line["attempt"], line["step"]) for line in lines if "loss" in line]
+    assert seen == [(1, 1), (1, 2), (1, 4), (1, 6), (2, 6), (2, 8)]
+
+
 def test_a_refusal_is_a_users_mistake(trained, tiny_argv, command):
     code, out, err = command(train.main, *tiny_argv(trained, lr=0.5))
     assert code == 2

@@ -46,7 +46,7 @@ from training.state import TrainState
 STEP_NAME = r"step-(0|[1-9][0-9]{0,17})"
 # What a kill can leave half-written: the names that this project makes, and no others.
 LEFT_IN_CHECKPOINTS = rf"\.old-{STEP_NAME}|\.tmp-({STEP_NAME}|pruned-[0-9]+|best)-[0-9]+"
-LEFT_IN_RUN = r"\.tmp-(run\.json|report\.html|wandb_id|launch)-[0-9]+"
+LEFT_IN_RUN = r"\.tmp-(run\.json|report\.html|wandb_id|\.launch)-[0-9]+"
 
 
 class Checkpoints:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +40,18 @@ class LostRank(RuntimeError):
     exit_code = 7
 
 
+@dataclass(frozen=True)
+class Launch:
+    """What started this process and may start it again: torchrun, a batch system.
+
+    names: by which a later start of the same launch can be known. proof: those names that nothing
+    but an earlier start of this launch can have left.
+    """
+
+    names: tuple[str, ...] = ()
+    proof: tuple[str, ...] = ()
+
+
 @dataclass
 class Ranks:
     """This process's place. A single process is rank 0 of 1 and never communicates."""
@@ -51,6 +64,7 @@ class Ranks:
     timeout: float = 600.0
     store: dist.Store | None = None
     pulse: Pulse | None = None
+    launch: Launch = Launch()
     apart: bool = False  # rank 0 may be at work alone (saving, a report): set on all ranks alike
     _meetings: int = 0
 
@@ -241,7 +255,7 @@ def join_ranks(mode: str, timeout: float) -> Ranks:
         raise ConfigError(f"parallel.mode=none, but torchrun started {world} processes")
     _die_with_torchrun()
     if world == 1:
-        return Ranks(timeout=timeout)
+        return Ranks(timeout=timeout, launch=find_launch())
     rank, limit = int(os.environ["RANK"]), timedelta(seconds=timeout)
     try:
         base, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=limit)))
@@ -257,7 +271,40 @@ def join_ranks(mode: str, timeout: float) -> Ranks:
     pulse = Pulse(dist.PrefixStore(attempt, base.clone()), rank)  # one store is one thread's
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    return Ranks(rank, world, local_rank, local_world, timeout=timeout, store=store, pulse=pulse)
+    ranks = Ranks(rank, world, local_rank, local_world, timeout=timeout, store=store, pulse=pulse)
+    ranks.launch = find_launch()
+    return ranks
+
+
+def find_launch() -> Launch:
+    """Who started this process: torchrun's agent and run, Slurm's job.
+
+    An id alone proves nothing, as two launches may have the same: torchrun's by its user's choice,
+    a job's where two commands are typed in it. It does once torchrun or Slurm says that it has
+    started this again. torchrun's agent, the parent process, is of one launch only.
+    """
+    env, names, proof = os.environ, [], []
+    run_id = env.get("TORCHELASTIC_RUN_ID")
+    if run_id is not None:
+        names.append(f"agent {os.getppid()} of {_began(os.getppid())} on {socket.gethostname()}")
+        proof.append(names[0])
+    for what, own_id, restarts in (
+        ("torchrun", "" if run_id == "none" else run_id, "TORCHELASTIC_RESTART_COUNT"),
+        ("slurm", env.get("SLURM_JOB_ID"), "SLURM_RESTART_COUNT"),
+    ):
+        if own_id:
+            names.append(f"{what} {own_id}")
+            if env.get(restarts, "0") != "0":
+                proof.append(names[-1])
+    return Launch(tuple(names), tuple(proof))
+
+
+def _began(pid: int) -> str:
+    """When a process began, in ticks since the machine did: its number may be used again."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):  # no Linux
+        return "?"
 
 
 def _die_with_torchrun() -> None:

@@ -6,17 +6,18 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from data.command import make_folder
 from data.files import try_lock, warn_once
 from data.options import ConfigError
-from training.manifest import free_name
+from training.manifest import free_name, replace_file
 
 # What a run writes into its folder, run.json first.
-WRITTEN = ("run.json", "metrics.jsonl", "snapshots.jsonl", "checkpoints", "report.html")
+WRITTEN = ("run.json", "metrics.jsonl", "snapshots.jsonl", "checkpoints", "report.html", "wandb_id")
+LAUNCH = ".launch"
 
 
 class FolderHeld(RuntimeError):
@@ -75,10 +76,44 @@ def has_stepped(folder: Path) -> bool:
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename an old run's folder to the first free name of folder.old, folder.old-1, ..."""
-    aside = free_name(folder.with_name(folder.name + ".old"))
-    os.rename(folder, aside)
+    """Rename an old run's folder to the first free name of folder.old, folder.old-1, ...
+
+    A link stays a link, to a new folder where the old one was. A folder that cannot be renamed (the
+    working directory, a mount point) stays too: what the run wrote goes into folder/old.
+    """
+    real = folder.resolve()
+    if not Path.cwd().resolve().is_relative_to(real):  # else relative paths would lead elsewhere
+        aside = free_name(real.with_name(real.name + ".old"))
+        try:
+            os.rename(real, aside)
+        except OSError:  # a mount point, a layer of a container, a parent that is not ours
+            pass
+        else:
+            real.mkdir()
+            return aside
+    aside = free_name(real / "old")
+    aside.mkdir()
+    for name in filter(lambda name: os.path.lexists(real / name), WRITTEN):
+        os.rename(real / name, aside / name)
     return aside
+
+
+def was_cleared(folder: Path, proof: Sequence[str]) -> bool:
+    """Whether this launch has moved an old run aside already, before it was started again.
+
+    proof: names of the launch, one of which it has then left here (`mark_cleared`).
+    """
+    try:
+        left = (folder / LAUNCH).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return False
+    return not set(proof).isdisjoint(left)
+
+
+def mark_cleared(folder: Path, names: Sequence[str]) -> None:
+    """Note which launch has emptied this folder; none if there is nothing that starts it again."""
+    if names:
+        replace_file(folder / LAUNCH, "".join(f"{name}\n" for name in names))
 
 
 # metrics.jsonl and snapshots.jsonl: one JSON object per line, appended to by every process that

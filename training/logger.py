@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from training.folder import next_attempt
-from training.manifest import named_in_errors
+from training.manifest import named_in_errors, replace_file
 
 UNKNOWN_STEPS = 10**9  # as good as endless: a time budget before its first fit
 
@@ -54,20 +54,26 @@ class RunLogger:
     ) -> str | None:
         """Open a wandb run named like the folder, the same one again on a resume; returns its id.
 
+        The id is kept in the folder: a run may be killed before its first checkpoint.
         Without the package, or if wandb cannot start, training goes on without it and says so.
         """
+        kept = folder / "wandb_id"
+        if run_id is None and kept.is_file():
+            run_id = kept.read_text(encoding="utf-8", errors="replace").strip() or None
         try:
             import wandb
 
             self.wandb = wandb.init(
                 project=project,
-                name=folder.name,
+                name=os.path.basename(os.path.abspath(folder)),  # of out_dir=. too
                 dir=str(folder),
                 config=config,
                 id=run_id,
                 resume="allow",
             )
-            return self.wandb.id
+            run_id = str(self.wandb.id)
+            replace_file(kept, f"{run_id}\n")
+            return run_id
         except Exception as error:  # the package is missing, no login, no network ...
             self._drop_wandb("did not start", error)
             return run_id

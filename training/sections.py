@@ -133,7 +133,9 @@ class RunConfig:
         "auto: go on where the folder's run stopped; must: with new values",
         "start",
     ] = "auto"
-    overwrite: Annotated[bool, "move an old run in out_dir aside and start anew", "start"] = False
+    overwrite: Annotated[
+        bool, "move an old run in out_dir aside and start anew, once per launch", "start"
+    ] = False
     eval_interval: Annotated[int, "steps between evaluations", "must"] = 250
     eval_windows: Annotated[int, "validation windows of an evaluation; 0: all", "must"] = 0
     checkpoint_interval: Annotated[int, "steps between checkpoints", "free"] = 250

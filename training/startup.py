@@ -32,7 +32,15 @@ from training.checkpoint import (
 )
 from training.config import OPTIONS, Config, differences, from_json, to_json
 from training.distributed import Ranks, default_threads, make_cublas_deterministic
-from training.folder import WRITTEN, check_own, has_stepped, lock_folder, move_aside
+from training.folder import (
+    WRITTEN,
+    check_own,
+    has_stepped,
+    lock_folder,
+    mark_cleared,
+    move_aside,
+    was_cleared,
+)
 from training.hardware import hardware_name, keep_freed_memory
 from training.loading import config_of
 from training.manifest import MANIFEST, RUN, read_json
@@ -69,7 +77,10 @@ def open_run(
     def look() -> dict[str, str]:
         folder = Path(config.run.out_dir)
         stack.enter_context(lock_folder(folder))
-        if config.run.overwrite:  # see clear_folder
+        cleared = config.run.overwrite and was_cleared(folder, ranks.launch.proof)
+        if cleared:
+            say(f"started again: --overwrite=true was done by this launch; continuing in {folder}")
+        if config.run.overwrite and not cleared:  # see clear_folder
             return begin(config)
         check_own(folder)
         checkpoints = Checkpoints(folder / "checkpoints", say)
@@ -105,12 +116,16 @@ def open_run(
 
 
 def clear_folder(config: Config, ranks: Ranks, stack: contextlib.ExitStack, say: Say) -> None:
-    """With `run.overwrite`, move an old run aside: last, when no mistake is left to be found."""
+    """With `run.overwrite`, move an old run aside, once per launch: last, when no mistake is left
+    to be found."""
     folder = Path(config.run.out_dir)
-    holds_run = any((folder / name).exists() for name in WRITTEN)
-    if ranks.first and config.run.overwrite and holds_run:
+    if not ranks.first or not config.run.overwrite or was_cleared(folder, ranks.launch.proof):
+        return
+    if any((folder / name).exists() for name in WRITTEN):
         say(f"moved the old run to {move_aside(folder)}")
-        stack.enter_context(lock_folder(folder))
+        if not (folder / ".lock").exists():  # it has gone with the folder
+            stack.enter_context(lock_folder(folder))
+    mark_cleared(folder, ranks.launch.names)
 
 
 def _rate_notes(saved: Config, config: Config, state: TrainState | None) -> list[str]:
