@@ -143,6 +143,8 @@ class Ranks:
         with self.waiting(what):
             while missing := [r for r, key in keys.items() if not self.store.check([key])]:
                 for rank in missing:
+                    if self.store.check([f"gone/{rank}"]):
+                        raise LostRank(self._lost([rank], what, "it has ended with an error"))
                     beats, now = self._beats(rank), time.monotonic()
                     if beats != seen[rank][0]:
                         seen[rank] = beats, now
@@ -217,6 +219,9 @@ class Ranks:
         """
         if self.pulse is not None:
             self.pulse.stop()
+        if self.store is not None and failed:
+            with contextlib.suppress(RuntimeError):  # the store's host has gone: nobody waits
+                self.store.set(f"gone/{self.rank}", "1")
         if self.store is None or not dist.is_initialized():
             return
         if not (failed and dist.get_backend() == "nccl"):
