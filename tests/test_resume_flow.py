@@ -214,6 +214,25 @@ def test_data_whose_folder_is_gone_too_is_compared_by_its_fingerprint(train_tiny
     assert train_tiny(run, **options, max_steps=4) == 0
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_source_with_a_new_character_is_other_data_not_a_vocabulary_that_was_never_set(
+    train_tiny, tmp_path, is_there
+):
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("abcdefgh\n" * 60)
+    options = {"source": text, "prepared_dir": tmp_path / "prepared"}
+    train_tiny(run, **options, max_steps=2)
+    text.write_text("abcdefgh\n" * 60 + "xyz")
+    if not is_there:
+        shutil.rmtree(tmp_path / "prepared")
+    before = snapshot(run)
+    with pytest.raises(ConfigError) as caught:
+        train_tiny(run, **options, max_steps=4)
+    assert "vocab_size" not in str(caught.value)
+    assert "--overwrite=true" in str(caught.value)
+    assert snapshot(run) == before
+
+
 # With new values
 
 

@@ -208,6 +208,8 @@ def open_data(
     stack.enter_context(hold(folder))
     T = config.model.context_length
     meta, files = read_meta(folder), read_tokenizer(folder)
+    if checkpoint is not None:  # before its vocabulary is compared: that is a consequence
+        _check_trained_on(checkpoint, meta.fingerprint)
     check_tokenizer(folder, meta, files)
     tokenizer = load_tokenizer(folder / "tokenizer")
     kind = config.data.windows, config.data.document_mask
@@ -221,6 +223,16 @@ def open_data(
         )
     lengths = np.asarray(tokenizer.byte_lengths())
     return Data(folder, meta, tokenizer, files, train, val, lengths)
+
+
+def _check_trained_on(path: Path, fingerprint: str) -> None:
+    trained_on = str(read_json(path / MANIFEST)["about"].get("data_fingerprint"))
+    if trained_on != fingerprint:
+        raise ConfigError(
+            f"{path}: the run was trained on other data (fingerprint {trained_on[:12]}, now "
+            f"{fingerprint[:12]}). Bring the old source back, or start over with --overwrite=true "
+            "(it moves the old run aside)"
+        )
 
 
 def _data_of(path: Path, config: Config, say: Say) -> Path | None:
@@ -386,20 +398,10 @@ def _check_same_weights(model: GPT, ranks: Ranks) -> None:
 
 
 def restore(config: Config, path: Path | None, setup: Setup, data: Data, say: Say) -> TrainState:
-    """Load a checkpoint into model and optimizer; a fresh TrainState if there is none.
-
-    Raises ConfigError if the data is not what the run was trained on.
-    """
+    """Load a checkpoint into model and optimizer; a fresh TrainState if there is none."""
     if path is None:
         return TrainState()
     checkpoint = load_checkpoint(path)
-    trained_on = str(checkpoint.about.get("data_fingerprint"))
-    if trained_on != data.fingerprint:
-        raise ConfigError(
-            f"{path}: the run was trained on other data (fingerprint {trained_on[:12]}, now "
-            f"{data.fingerprint[:12]}). Bring the old source back, or start anew with "
-            "--overwrite=true (it moves the old run aside)"
-        )
     load_model_tensors(setup.model, checkpoint.model_tensors(), str(path))
     setup.optimizers.load_state_tensors(checkpoint.optim_tensors())
     if checkpoint.state.scaler and setup.scaler.is_enabled():
