@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from data.options import ConfigError
 from model.config import ModelConfig
 from training.config import OPTIONS, Config, from_json, load_config, to_json, values_of
 from training.resume import kept, resume_notes, resume_problems, resumed
@@ -118,7 +119,7 @@ def command(typed: dict[str, object] | None = None, file: dict[str, object] | No
     """The config of a command with these options typed, and these in its config file."""
     in_file = changed(Config(), file or {})
     config = changed(in_file, typed or {})
-    return replace(config, typed=frozenset(typed or {}), in_file=values_of(in_file))
+    return replace(config, typed=dict(typed or {}), in_file=values_of(in_file))
 
 
 def run_of(typed: dict[str, object] | None = None, file: dict[str, object] | None = None) -> Config:
@@ -165,9 +166,8 @@ def test_an_option_that_is_not_typed_again_stays(kind, name, value):
         assert kept(saved, asked) == []
     else:
         assert resumed(saved, asked) == saved
-        shown = not (value is None or values_of(asked)[name] in (None, "auto"))
         typed = f"--{OPTIONS[name.partition('.')[2]].name}"
-        assert [text.partition("=")[0] for text in kept(saved, asked)] == [typed] * shown
+        assert [text.partition("=")[0] for text in kept(saved, asked)] == [typed]
 
 
 @pytest.mark.parametrize(("kind", "name", "value"), CASES)
@@ -214,7 +214,7 @@ def test_an_edited_file_that_now_says_what_the_run_has_is_no_change():
 
 def test_a_run_that_did_not_note_its_config_file_keeps_its_values_and_says_so():
     older = json.loads(to_json(command({"optim.lr": 5e-4})))
-    del older["config_file"]
+    del older["config_file"], older["command_line"]
     saved, asked = from_json(older), command()
     assert resume_problems(saved, asked) == []
     assert resumed(saved, asked).optim.lr == 5e-4
@@ -234,12 +234,12 @@ def test_load_config_tells_what_is_typed_from_what_is_in_the_file(tmp_path):
         "from training.config import *\nconfig = Config(optim=OptimConfig(lr=1, beta2=0.5))\n"
     )
     config = load_config([str(path), "--lr=3", "--model.n_layers", "2", "--quiet"])
-    assert config.typed == {"optim.lr", "model.n_layers", "log.quiet"}
+    assert config.typed == {"optim.lr": 3.0, "model.n_layers": 2, "log.quiet": True}
     assert config.in_file["optim.lr"] == 1.0
     assert config.in_file["optim.beta2"] == 0.5
     again = from_json(to_json(config))
     assert again == config
-    assert again.in_file == config.in_file
+    assert (again.typed, again.in_file) == (config.typed, config.in_file)
 
 
 def test_what_a_start_changed_without_saving_is_told_and_not_taken():
@@ -347,14 +347,37 @@ def test_a_model_that_came_with_its_weights_stays_as_it_came():
     saved = from_json(to_json(brought))
     assert resume_notes(saved, asked) == resume_problems(saved, asked) == []
     assert resumed(saved, asked) == saved
-    same = command({**typed, "model.n_layers": 4})  # the default: as good as not typed
-    assert resume_problems(saved, same) == []
-    assert refused(saved, command({**typed, "model.n_layers": 8})) == ["model.n_layers"]
+    for layers in (4, 8):  # 4 is the default
+        assert refused(saved, command({**typed, "model.n_layers": layers})) == ["model.n_layers"]
+
+
+def test_what_the_start_makes_of_a_typed_value_is_no_change_when_it_is_typed_again():
+    """As weights to start from bring their tokenizer, whatever was typed."""
+    typed = {"run.device": "cuda:1", "run.dtype": "auto", "data.tokenizer": "char"}
+    asked = command(typed)
+    began = changed(asked, {"run.device": "cuda", "run.dtype": "float32", "data.tokenizer": "x"})
+    saved = from_json(to_json(began))
+    assert resume_notes(saved, asked) == resume_problems(saved, asked) == []
+    again = resumed(saved, asked)
+    assert (again.run.dtype, again.data.tokenizer) == ("float32", "x")
+    assert refused(saved, command({**typed, "data.tokenizer": "byte"})) == ["data.tokenizer"]
+
+
+def test_what_an_edited_file_has_replaced_counts_as_typed_no_more():
+    saved = run_of({"optim.lr": 0.5})
+    going_on = resumed(saved, command({"run.resume": "must"}, file={"optim.lr": 0.1}))
+    going_on = from_json(to_json(going_on))
+    assert going_on.optim.lr == 0.1
+    assert refused(going_on, command({"optim.lr": 0.5}, file={"optim.lr": 0.1})) == ["optim.lr"]
 
 
 def test_a_hostile_note_of_the_config_file_is_a_mistake_or_harmless():
     saved = json.loads(to_json(command()))
     for note in ({"optim.lr": []}, {"nope": 1}, {"run.device": 3}):
-        read = from_json({**saved, "config_file": note})
+        read = from_json({**saved, "config_file": note, "command_line": note})
         resume_problems(read, command())
-        resume_notes(read, command())
+        resume_notes(read, command({"run.device": "cpu"}))
+    for note in ([1], 3, "x", [["run.device", 3]]):
+        for name in ("config_file", "command_line"):
+            with pytest.raises(ConfigError):
+                from_json({**saved, name: note})

@@ -77,7 +77,10 @@ def open_budget(run: RunConfig, state: TrainState) -> Budget | None:
     if not run.time_budget.startswith("fits:"):
         return Budget(seconds_of(run.time_budget), run.eval_interval, state.seconds)
     source = Path(run.time_budget.removeprefix("fits:"))
-    fits = find_checkpoint(source, "latest").state.fits
+    try:
+        fits = find_checkpoint(source, "latest").state.fits
+    except ConfigError as error:
+        raise ConfigError(f"run.time_budget={run.time_budget}: {error}") from error
     if not fits:
         raise ConfigError(f"run.time_budget={run.time_budget}: {source} had no time budget")
     return Budget(math.inf, run.eval_interval, state.seconds, replay=fits)

@@ -82,9 +82,9 @@ class Config:
     parallel: ParallelConfig = ParallelConfig()
     run: RunConfig = RunConfig()
     log: LogConfig = LogConfig()
-    # Where the values come from, for a resume: options typed on the command line, by full name, and
-    # {full name: value} of all options in the config file; None: not known.
-    typed: frozenset[str] = field(default=frozenset(), compare=False)
+    # Where the values come from, for a resume: {full name: value} of the options that were typed,
+    # and of all options in the config file; None: not known.
+    typed: Mapping[str, Any] | None = field(default=None, compare=False)
     in_file: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def problems(self) -> list[str]:
@@ -139,8 +139,9 @@ def load_config(argv: Sequence[str], *, usage: str = USAGE) -> Config:
     problems = asked.problems + config.problems()
     if problems:
         raise ConfigError(problems)
-    typed = [f"{name}.{leaf}" for name in SECTIONS for leaf in asked.values[name]]
-    config = replace(config, typed=frozenset(typed), in_file=values_of(_override(in_file)))
+    names = [f"{name}.{leaf}" for name in SECTIONS for leaf in asked.values[name]]
+    typed = {name: values_of(config)[name] for name in names}
+    config = replace(config, typed=typed, in_file=values_of(_override(in_file)))
     if asked.values[""].get("print_config"):
         print(to_json(config))
         raise SystemExit(0)
@@ -233,9 +234,11 @@ def _explain(path: Path, error: Exception) -> str:
 
 
 def to_json(config: Config) -> str:
-    """The config as run.json holds it: {section: {name: value}}, and under "config_file" the config
-    file's values where they are others: {"section.name": value}."""
+    """The config as run.json holds it: {section: {name: value}}; under "command_line" what was
+    typed, under "config_file" where the file says otherwise, both {"section.name": value}."""
     saved = {name: asdict(section) for name, section in sections_of(config)}
+    if config.typed is not None:
+        saved["command_line"] = dict(config.typed)
     if config.in_file is not None:
         values = values_of(config)
         others = {name: value for name, value in config.in_file.items() if value != values[name]}
@@ -256,7 +259,7 @@ def from_json(source: str | Mapping[str, Any]) -> Config:
     if not isinstance(saved, Mapping) or not all(isinstance(v, Mapping) for v in saved.values()):
         raise ConfigError("run.json: must hold an object of sections, each an object of options")
     saved = dict(saved)
-    others = saved.pop("config_file", None)
+    typed, others = saved.pop("command_line", None), saved.pop("config_file", None)
     problems = [f"run.json: unknown section {name}" for name in saved if name not in SECTIONS]
     sections = {}
     for name, cls in SECTIONS.items():
@@ -268,7 +271,7 @@ def from_json(source: str | Mapping[str, Any]) -> Config:
         problems += wrong_types
     if problems:
         raise ConfigError(problems)
-    config = Config(**sections)
+    config = Config(**sections, typed=typed)
     return config if others is None else replace(config, in_file=values_of(config) | dict(others))
 
 

@@ -8,11 +8,11 @@ start. Whether the change is then taken depends on the option's kind.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from data.options import typed_text
-from model.config import DROPOUTS
 from training.config import OPTIONS, Config, differences, values_of
 from training.sections import seconds_of
 
@@ -48,53 +48,60 @@ class Change:
 def changes(saved: Config, asked: Config) -> list[Change]:
     """Each option for which a command asks for another value than the run has.
 
-    saved: from run.json, resolved. asked: as `load_config` returns it.
+    saved: from run.json, resolved. asked: as `load_config` returns it. None and "auto" leave an
+    option to what the run settled on when it began.
     """
     found = []
     for name, old, new in differences(saved, asked):
         kind = _kind_here(saved, asked, name, old, new)
-        was = new if name in asked.typed else _was_in_file(saved, asked, name)
-        asks = name in asked.typed or was != new
-        if kind != "start" and asks and not _is_open(asked, name, new):
+        if kind != "start" and _is_news(saved, asked, name) and new not in (None, "auto"):
+            was = new if name in _typed(asked) else _was_in_file(saved, asked, name)
             found.append(Change(name, old, new, kind, was))
     return found
 
 
 def kept(saved: Config, asked: Config) -> list[str]:
-    """["--lr=0.0005", ...]: what the run keeps although the config file says something else,
-    having been typed before and not now; and where the command says "auto" or none."""
+    """["--lr=0.0005", ...]: what the run keeps although it was typed at an earlier start and is not
+    typed now, or is to be derived or automatic from now on."""
     changed = {change.name for change in changes(saved, asked)}
     return [
-        _typed(name, old)
+        _as_typed(name, old)
         for name, old, new in differences(saved, asked)
         if name not in changed
         and _kind_here(saved, asked, name, old, new) != "start"
-        and (
-            name in asked.typed
-            or not _is_open(asked, name, new)
-            or _was_in_file(saved, asked, name) != new
-        )
+        and (_is_news(saved, asked, name) or _was_typed(saved, asked, name, new))
     ]
 
 
-def _typed(name: str, value: Any) -> str:
-    return shlex.quote(f"--{_option(name).name}={typed_text(value) if value != '' else ''}")
+def _typed(config: Config) -> Mapping[str, Any]:
+    return config.typed or {}
+
+
+def _is_news(saved: Config, asked: Config, name: str) -> bool:
+    """Whether the command says something of the option that earlier starts did not."""
+    if name in _typed(asked):
+        return name not in _typed(saved) or _typed(saved)[name] != _typed(asked)[name]
+    return _was_in_file(saved, asked, name) != _in_file(asked, name)
+
+
+def _was_typed(saved: Config, asked: Config, name: str, new: Any) -> bool:
+    """Whether the run's value was typed before; if the run did not note it, whether it may have."""
+    if name in _typed(asked):
+        return False
+    return name in saved.typed if saved.typed is not None else new not in (None, "auto")
+
+
+def _in_file(config: Config, name: str) -> Any:
+    return (config.in_file or {}).get(name)
 
 
 def _was_in_file(saved: Config, asked: Config, name: str) -> Any:
     """The config file's value at the last start; the present one where that was not noted."""
-    now = asked.in_file or {}
-    return (saved.in_file or now).get(name, now.get(name))
+    return _in_file(asked if saved.in_file is None else saved, name)
 
 
-def _is_open(asked: Config, name: str, value: Any) -> bool:
-    """Whether `value` leaves the option to what the run settled on when it began."""
-    if value is None or value == "auto":
-        return True
-    brought = name.startswith("model.") or name == "data.tokenizer"
-    free = name.removeprefix("model.") in DROPOUTS
-    inherited = bool(asked.run.init_from) and brought and not free
-    return inherited and value == _option(name).default
+def _as_typed(name: str, value: Any) -> str:
+    return shlex.quote(f"--{_option(name).name}={typed_text(value) if value != '' else ''}")
 
 
 def _option(name: str) -> Any:
@@ -152,7 +159,7 @@ def resume_problems(saved: Config, asked: Config, can_resume: bool = True) -> li
     elif can_resume:
         lines.append("to go on with the new values: --resume=must")
     lines.append(
-        "to start over with the old run moved aside: --overwrite=true; elsewhere: --out_dir"
+        "to start over: --overwrite=true (the old run is moved aside), or choose another --out_dir"
     )
     return lines
 
@@ -164,7 +171,9 @@ def resumed(saved: Config, asked: Config) -> Config:
     for name, old, new in differences(saved, asked):
         if _kind_here(saved, asked, name, old, new) == "start":
             values[name] = new
-    config = replace(saved, in_file=asked.in_file)
+    edited = {change.name for change in changes(saved, asked)} - _typed(asked).keys()
+    before = {name: value for name, value in _typed(saved).items() if name not in edited}
+    config = replace(saved, typed={**before, **_typed(asked)}, in_file=asked.in_file)
     for name, value in values.items():
         section, _, leaf = name.partition(".")
         changed = replace(getattr(config, section), **{leaf: value})
@@ -188,7 +197,7 @@ def resume_notes(saved: Config, asked: Config, unsaved: Config | None = None) ->
         lines.append(f"kept as the run has it: {' '.join(stays)}")
     going_on = resumed(saved, asked)
     if lost := [
-        _typed(name, value)
+        _as_typed(name, value)
         for name, value, now in differences(unsaved or going_on, going_on)
         if _option(name).resume != "start" and now == values_of(saved)[name]
     ]:
