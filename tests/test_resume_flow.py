@@ -412,7 +412,11 @@ def test_a_checkpoint_of_no_step_goes_on_or_is_moved_aside_for_another_recipe(
 
 def test_a_mistake_in_the_time_budget_leaves_the_folder_as_it_is(trained, train_tiny, tmp_path):
     new, before = tmp_path / "new", snapshot(trained)
-    for folder, options in ((new, {}), (trained, {"overwrite": True}), (trained, {})):
+    for folder, options in (
+        (new, {}),
+        (trained, {"overwrite": True}),
+        (trained, {"resume": "must"}),
+    ):
         with pytest.raises(ConfigError, match="run.time_budget=fits:nowhere: "):
             train_tiny(folder, time_budget="fits:nowhere", **options)
     assert snapshot(trained) == before
