@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # torch is imported once the command line is known to be righ
     from torch import Tensor
 
     from data.tokenizer import Tokenizer
-    from model.generate import SamplingConfig
+    from model.config import SamplingConfig
     from model.gpt import GPT
 
 USAGE = (
@@ -60,7 +60,7 @@ class SampleOptions:
 
 def main(argv: list[str]) -> int:
     """Read the options, the checkpoint and the prompt; print the continuations."""
-    from model.sampling import SamplingConfig
+    from model.config import SamplingConfig
 
     parsed, (run,) = parse_sections(
         argv, {"": SampleOptions, "sampling": SamplingConfig}, usage=USAGE, positionals=["RUN"]

@@ -22,10 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.cache import KVCache
 from model.config import ModelConfig, attention_dropout
 from model.layers import RMSNorm
-from model.rope import apply_rope
+from model.rope import Rotate
 
 Rotation = tuple[Tensor, Tensor] | None
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
@@ -191,6 +190,48 @@ def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
+class KVCache:
+    """Per layer, keys and values (B, H_kv, capacity, D), of which the first `length` are filled.
+
+    It is handed to `GPT.forward`, which appends to every layer and advances `length` once at the
+    end; no module keeps it. Keys are stored rotated: their positions never change. For inference
+    (`torch.no_grad`): it is written in place. Memory is taken at the first append.
+    """
+
+    def __init__(self, n_layers: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._keys: list[Tensor | None] = [None] * n_layers
+        self._values: list[Tensor | None] = [None] * n_layers
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add k, v (B, H_kv, T, D) after `length`; return all so far, (B, H_kv, length + T, D).
+
+        Raises ValueError when they do not fit.
+        """
+        B, H_kv, T, D = k.shape
+        end = self.length + T
+        if end > self.capacity:
+            raise ValueError(f"KV cache: {end} positions do not fit its capacity {self.capacity}")
+        keys, values = self._keys[layer], self._values[layer]
+        if keys is None or values is None:
+            keys = self._keys[layer] = k.new_zeros(B, H_kv, self.capacity, D)
+            values = self._values[layer] = v.new_zeros(B, H_kv, self.capacity, D)
+        if keys.shape[0] != B:
+            raise ValueError(f"KV cache: it holds a batch of {keys.shape[0]}, not of {B}")
+        keys.narrow(2, self.length, T).copy_(k)  # indexing by slices takes twice as long
+        values.narrow(2, self.length, T).copy_(v)
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
+
+    def advance(self, T: int) -> None:
+        """Count T more positions as filled, once every layer has appended its own."""
+        self.length += T
+
+    def clear(self) -> None:
+        """Forget everything; the memory is kept."""
+        self.length = 0
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention with rotary positions: (B, T, C) -> (B, T, C)."""
 
@@ -205,24 +246,7 @@ class CausalSelfAttention(nn.Module):
         self.o_proj = nn.Linear(config.n_heads * D, C, bias=config.bias)
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
-
-    def project(
-        self, x: Tensor, rotation: Rotation, cache: KVCache | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, D), keys and values (B, H_kv, S, D); S counts what the cache holds."""
-        B, T, _ = x.shape
-        q, k, v = (
-            proj(x).view(B, T, -1, self.d_head)  # (B, T, H or H_kv, D)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)  # a position's heads lie side by side: faster
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or H_kv, T, D)
-        if rotation is not None:
-            q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # (B, H_kv, S, D)
-        return q, k, v
+        self.rotate = Rotate()
 
     def forward(
         self,
@@ -231,7 +255,19 @@ class CausalSelfAttention(nn.Module):
         cache: KVCache | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        q, k, v = self.project(x, rotation, cache)
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, T, -1, self.d_head)  # (B, T, H, D)
+        k = self.k_proj(x).view(B, T, -1, self.d_head)  # (B, T, H_kv, D)
+        v = self.v_proj(x).view(B, T, -1, self.d_head)  # (B, T, H_kv, D)
+        if self.q_norm is not None:
+            # QK-norm bounds the scores, so that softmax cannot saturate at high learning rates
+            # (Henry et al. 2020). Before the transpose: a position's heads lie side by side here.
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or H_kv, T, D)
+        if rotation is not None:
+            q, k = self.rotate(q, *rotation), self.rotate(k, *rotation)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)  # (B, H_kv, S, D)
         dropout_p = self.dropout if self.training else 0.0
         out, _ = self.attend(q, k, v, causal=True, dropout_p=dropout_p, documents=documents)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, T, H D) -> (B, T, C)

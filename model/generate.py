@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from model.cache import KVCache
-from model.decode import Decoder
+from model.attention import KVCache
+from model.config import SamplingConfig
 from model.gpt import GPT, inference
-from model.sampling import SamplingConfig
 
 
 def next_distribution(logits: Tensor, settings: SamplingConfig, seen: Tensor | None) -> Tensor:
@@ -93,15 +92,18 @@ def generate(
     stops = torch.tensor(list(stop_ids), dtype=torch.int64, device=prompt.device)
     barred = torch.tensor(list(never), dtype=torch.int64, device=prompt.device)
     # No more than can be used: a pretrained model's whole context may take tens of GB.
-    cache = KVCache(model.config.n_layers, min(context, window.shape[1] + settings.max_new_tokens))
-    decoder = Decoder(model, cache, prompt.shape[0]) if use_cache else None
+    capacity = min(context, window.shape[1] + settings.max_new_tokens)
+    cache = KVCache(model.config.n_layers, capacity) if use_cache else None
     for step in range(settings.max_new_tokens):
         # Unlike no_grad, inference_mode spares each operation its bookkeeping for autograd.
         with torch.inference_mode(), inference(model):
             if window.shape[1] > context:
                 window = window[:, -max(1, context // 2) :]
-                cache.clear()
-            logits = _last_logits(model, decoder, window)  # (B, V)
+                if cache is not None:
+                    cache.clear()
+            new = window if cache is None else window[:, cache.length :]
+            # Not model(...): a compiled model would be compiled anew for every length.
+            logits = model.forward(new, cache=cache, last_only=True)[:, -1]  # (B, V)
             logits[:, barred] = -torch.inf
             if step == 0 and first_ids:
                 logits = _only(logits, first_ids)
@@ -128,11 +130,3 @@ def _seen(prompt: Tensor, vocab_size: int) -> Tensor:
     """(B, V) bool: which ids each row of the prompt has."""
     seen = torch.zeros(prompt.shape[0], vocab_size, dtype=torch.bool, device=prompt.device)
     return seen.scatter_(1, prompt, True)
-
-
-def _last_logits(model: GPT, decoder: Decoder | None, window: Tensor) -> Tensor:
-    """Logits after the window's last token, (B, V); a decoder computes only what is new."""
-    if decoder is not None:
-        return decoder(window[:, decoder.cache.length :])
-    # Not model(...): a compiled model would be compiled anew for every length.
-    return model.forward(window, last_only=True)[:, -1]

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import ATTENTION, CausalSelfAttention, Rotation
-from model.cache import KVCache
+from model.attention import ATTENTION, Attend, CausalSelfAttention, KVCache, Rotation
 from model.config import ModelConfig
-from model.layers import MLPS, NORMS, Dropout
-from model.loss import Reduction, cross_entropy
+from model.layers import MLPS, NORMS
+from model.loss import CrossEntropy, Reduction
 from model.rope import Rope
 
 
@@ -32,7 +31,7 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer, attention)
         self.mlp_norm = norm(config.d_model, config.norm_eps, config.bias)
         self.mlp = MLPS[config.mlp](config)
-        self.drop = Dropout(config.dropout)
+        self.drop = nn.Dropout(config.dropout)
 
     def forward(
         self,
@@ -63,7 +62,7 @@ class GPT(nn.Module):
             if config.position == "learned"
             else None
         )
-        self.drop = Dropout(config.dropout)
+        self.drop = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config, i, attention) for i in range(config.n_layers))
         self.norm = NORMS[config.norm](config.d_model, config.norm_eps, config.bias)
         self.head = (
@@ -71,6 +70,12 @@ class GPT(nn.Module):
             if config.tie_embeddings
             else nn.Linear(config.d_model, config.vocab_size, bias=False)
         )
+        self.loss = CrossEntropy()
+
+    @property
+    def head_weight(self) -> Tensor:
+        """What turns the residual stream into logits, (V, C): the embedding's where it is tied."""
+        return self.embed.weight if self.head is None else self.head.weight
 
     def forward(
         self,
@@ -80,6 +85,7 @@ class GPT(nn.Module):
         *,
         reduction: Reduction = "mean",
         cache: KVCache | None = None,
+        positions: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
         """Logits, or with targets the loss.
@@ -90,53 +96,42 @@ class GPT(nn.Module):
             after the other: no token sees another document's, and positions start at 0 in each.
         reduction: "mean" over the targets that count, their "sum", or "none": (B, T), 0 where
             ignored.
+        positions: (T,) ints, for exporters, to whom the length of a cache is a tensor; unless
+            given, they follow the cache.
         last_only: without targets, compute the logits of the last position alone, (B, 1, V).
 
         Returns logits (B, T, V) or a loss in nats.
         Raises ValueError for a window longer than the context, and for `documents` with a cache.
         """
-        x = self.hidden(tokens, cache, documents)  # (B, T, C)
-        head = self.embed.weight if self.head is None else self.head.weight  # (V, C)
-        if targets is None:
-            return F.linear(x[:, -1:] if last_only else x, head)
-        return cross_entropy(x, head, targets, reduction)
-
-    def hidden(
-        self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None
-    ) -> Tensor:
-        """The residual stream after the last norm, (B, T, C)."""
-        x, rotation = self.embedded(tokens, cache, documents)
+        if cache is not None and documents is not None:
+            raise ValueError("documents cannot be told apart in a KV cache: pass one of the two")
+        if positions is None:
+            positions = self._positions(tokens, 0 if cache is None else cache.length)  # (T,)
+        x = self.embed(tokens)  # (B, T, C)
+        if self.positions is not None:
+            x = x + self.positions(positions if documents is None else positions_within(documents))
+        x = self.drop(x)
+        # RoPE needs no `documents`: a score depends on the distance of two positions alone.
+        rotation = self.rope(positions) if self.rope is not None else None
         for layer in self.layers:
             x = layer(x, rotation, cache, documents)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        return self.norm(x)
+        x = self.norm(x)
+        if targets is None:
+            return F.linear(x[:, -1:] if last_only else x, self.head_weight)
+        return self.loss(x, self.head_weight, targets, reduction)
 
-    def embedded(
-        self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None
-    ) -> tuple[Tensor, Rotation]:
-        """Return what the first block is given: the embedding (B, T, C) and the window's rotation.
+    def _positions(self, tokens: Tensor, start: int) -> Tensor:
+        end, context = start + tokens.shape[1], self.config.context_length
+        if end > context:
+            raise ValueError(f"{end} tokens exceed model.context_length={context}")
+        return torch.arange(start, end, device=tokens.device)
 
-        RoPE needs no `documents`: a score depends on the distance of two positions alone.
-        """
-        if cache is not None and documents is not None:
-            raise ValueError("documents cannot be told apart in a KV cache: pass one of the two")
-        T, start = tokens.shape[1], cache.length if cache is not None else 0
-        if start + T > self.config.context_length:
-            raise ValueError(
-                f"{start + T} tokens exceed model.context_length={self.config.context_length}"
-            )
-        x = self.embed(tokens)  # (B, T, C)
-        if self.positions is not None and documents is not None:
-            x = x + self.positions(positions_within(documents))
-        elif self.positions is not None:
-            x = x + self.positions.weight[start : start + T]
-        return self.drop(x), self.rope(start, T) if self.rope is not None else None
-
-    def use_attention(self, backend: str) -> None:
-        """Switch every layer to a backend of ATTENTION; weights and results stay the same."""
+    def use_attention(self, backend: str | Attend) -> None:
+        """Switch every layer to a backend, by its name in ATTENTION or a function of one's own."""
         for layer in self.layers:
-            layer.attn.attend = ATTENTION[backend]
+            layer.attn.attend = ATTENTION[backend] if isinstance(backend, str) else backend
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.cpu import DropoutFunction, RMSNormFunction, trains_on_cpu
 
 
 class RMSNorm(nn.Module):
@@ -19,8 +18,6 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        if trains_on_cpu(x) and x.dtype == self.weight.dtype:
-            return RMSNormFunction.apply(x, self.weight, self.eps)
         if not torch.is_autocast_enabled(x.device.type):
             return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         # Autocast on GPUs would widen narrow queries and keys to float32, and leave them so. (The
@@ -86,17 +83,6 @@ class ReLU2(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.relu(self.up_proj(x))  # (B, T, M)
         return self.down_proj(hidden * hidden)  # a product: pow is slower, forward and backward
-
-
-class Dropout(nn.Dropout):
-    """In training, each element is 0 with probability p, the rest / (1 - p) (Srivastava 2014)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return x
-        if trains_on_cpu(x):
-            return DropoutFunction.apply(x, self.p)
-        return super().forward(x)
 
 
 NORMS = {"rms": RMSNorm, "layer": LayerNorm}

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.cpu import RotationFunction, trains_on_cpu
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
@@ -37,15 +36,15 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return keep * frequencies + (1 - keep) * frequencies / config.rope_factor
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each plane of x by its position's angle.
+class Rotate(nn.Module):
+    """Rotate each plane of x (B, H, T, D) by its position's angle; the result has x's dtype.
 
-    x: (B, H, T, D); cos, sin: (T, D/2), float32. Returns (B, H, T, D) in x's dtype.
+    cos, sin: (T, D/2), float32, as `Rope` gives them.
     """
-    if trains_on_cpu(x) and x.dtype == cos.dtype:
-        return RotationFunction.apply(x, cos, sin)
-    x1, x2 = x.chunk(2, dim=-1)  # (B, H, T, D/2) each
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x1, x2 = x.chunk(2, dim=-1)  # (B, H, T, D/2) each
+        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
 
 
 class Rope(nn.Module):
@@ -75,6 +74,6 @@ class Rope(nn.Module):
         self._build(self.cos.device)
         return self
 
-    def forward(self, start: int, T: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions start ... start + T - 1, (T, D/2) each."""
-        return self.cos[start : start + T], self.sin[start : start + T]
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of each position, (T, D/2) each, for positions (T,)."""
+        return self.cos[positions], self.sin[positions]

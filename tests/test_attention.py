@@ -208,12 +208,16 @@ def test_queries_and_keys_are_normalised_per_head_before_they_are_rotated():
     layer.q_norm.weight.data.fill_(2.0)
     layer.k_norm.weight.data.fill_(3.0)
     x = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0))
-    q, k, v = layer.project(x, Rope(config)(0, 5))
+    given = []
+    layer.attend = lambda q, k, v, **options: given.append((q, k, v)) or (q, None)
+    layer(x, Rope(config)(torch.arange(5)))
+    layer(x, None)
+    q, k, v = given[0]
     # A rotation keeps lengths; a normalised head has length sqrt(6) times the norm's weight.
     torch.testing.assert_close(q.norm(dim=-1), torch.full((2, 4, 5), 2 * math.sqrt(6)))
     torch.testing.assert_close(k.norm(dim=-1), torch.full((2, 2, 5), 3 * math.sqrt(6)))
     assert v.norm(dim=-1).std() > 0.01
-    assert not torch.allclose(q, layer.project(x, rotation=None)[0])
+    assert not torch.allclose(q, given[1][0])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.probe import attention_maps
+from model.inspect import attention_maps
 from tools import attention
 from training.weights import load_for_sampling
 
@@ -80,11 +80,14 @@ def test_the_weights_shown_are_what_the_fused_backend_mixes_with(sampled):
     maps = unpacked(data_of(attention.make_page("t", model, tokenizer, ids[0].tolist())))
     layer = model.layers[0]
     with torch.no_grad():
-        x, rotation = model.embedded(ids)
-        q, k, v = layer.attn.project(layer.attn_norm(x), rotation)
         model.use_attention("sdpa")
-        fused, _ = layer.attn.attend(q, k, v)
-    assert torch.allclose(maps[0] @ v[0], fused[0], atol=1e-4)
+        kept = {}
+        layer.attn.o_proj.register_forward_pre_hook(lambda module, given: kept.update(out=given[0]))
+        layer.attn.v_proj.register_forward_hook(lambda module, given, out: kept.update(v=out))
+        model(ids)
+    H, T = maps.shape[1:3]
+    v, fused = (kept[name][0].view(T, H, -1).transpose(0, 1) for name in ("v", "out"))
+    assert torch.allclose(maps[0] @ v, fused, atol=1e-4)
 
 
 def test_text_cannot_end_the_script(sampled):

@@ -10,8 +10,7 @@ import pytest
 import torch
 from peerlib import write_peer
 
-from model.cache import KVCache
-from model.decode import Decoder
+from model.attention import KVCache
 from model.gpt import GPT
 from tools.bench import decode as bench_decode
 from tools.bench.__main__ import main
@@ -47,19 +46,19 @@ def test_speed_is_all_tokens_of_the_batch_over_the_median_call(ticking):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_products_are_every_matrix_of_a_token_once(monkeypatch, tied):
-    """q, k, v, o, up, down of each layer, and the head; no embedding is a product. They are done
-    as in decoding."""
+    """q, k, v, o, up, down of each layer, and the head; no embedding is a product. They are those
+    of a token."""
     model, read = make_model(n_layers=3, tie_embeddings=tied), []
-    bmm = torch.bmm
+    linear = torch.nn.functional.linear
 
-    def count(weight, x):
-        read.append((weight.data_ptr(), weight.numel(), x.shape))
-        return bmm(weight, x)
+    def count(x, weight, bias=None):
+        read.append((weight.data_ptr(), weight.numel(), x.shape[-1]))
+        return linear(x, weight, bias)
 
-    monkeypatch.setattr(torch, "bmm", count)
+    monkeypatch.setattr(torch.nn.functional, "linear", count)
     with torch.inference_mode():
-        decoder = Decoder(model, KVCache(3, capacity=1), batch=1)
-        decoder(torch.zeros(1, 1, dtype=torch.int64))
+        cache = KVCache(3, capacity=1)
+        model(torch.zeros(1, 1, dtype=torch.int64), cache=cache, last_only=True)
     token, read[:] = list(read), []
     bench_decode.weight_products(model)()
     assert read == token
@@ -97,15 +96,16 @@ def test_a_batch_is_counted_by_all_its_tokens(monkeypatch):
 
 def test_the_token_at_a_position_is_the_forward_of_all_before_it(monkeypatch):
     """Measured again and again, it stays at its position; attention sees that many keys."""
-    model, seen = make_model(), []
-    decode = Decoder.__call__
+    model, seen, forward = make_model(), [], GPT.forward
 
-    def watched(self, tokens):
-        seen.append(decode(self, tokens))
-        assert self.cache.length == 10
-        return seen[-1]
+    def watched(self, tokens, *, cache=None, last_only=False):
+        logits = forward(self, tokens, cache=cache, last_only=last_only)
+        if tokens.shape[1] == 1:
+            seen.append(logits[:, -1])
+            assert cache.length == 10
+        return logits
 
-    monkeypatch.setattr(Decoder, "__call__", watched)
+    monkeypatch.setattr(GPT, "forward", watched)
     token, attention = bench_decode.at_position(model, 9)
     token(), token()
     with torch.no_grad():

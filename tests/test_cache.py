@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.cache import KVCache
+from model.attention import KVCache
 from model.config import ModelConfig
 from model.gpt import GPT
 

@@ -23,10 +23,9 @@ from data.options import ConfigError
 from data.shards import Windows
 from data.tokenizer import Tokenizer, load_tokenizer, prompt_ids, ready_tokenizer, start_ids
 from data.vocabulary import END_OF_TEXT, byte_tokenizer
-from model.config import ModelConfig
+from model.config import ModelConfig, SamplingConfig
 from model.generate import generate
 from model.gpt import GPT
-from model.sampling import SamplingConfig
 from tools.evaluate import EvaluateOptions, read_ids, score
 from training.snapshot import token_text
 from training.weights import load_for_sampling

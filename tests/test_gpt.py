@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from model.cache import KVCache
+from model.attention import KVCache
 from model.config import ModelConfig
 from model.gpt import GPT, positions_within
 

@@ -15,14 +15,13 @@ import torch
 from data.options import ConfigError
 from data.tokenizer import load_tokenizer
 from model import huggingface
-from model.cache import KVCache
-from model.config import ModelConfig
+from model.attention import KVCache
+from model.config import ModelConfig, SamplingConfig
 from model.families import FolderError, from_huggingface
 from model.fitting import family_of, to_huggingface
 from model.generate import generate
 from model.gpt import GPT
 from model.huggingface import DamagedFolder, own_names, read_folder, write_folder
-from model.sampling import SamplingConfig
 from training.checkpoint import load_model_tensors
 from training.config import Config, from_json
 from training.folder import read_metrics

@@ -11,9 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.config import ModelConfig
-from model.cpu import RMSNormFunction
+from model.fast import FastDropout, FastRMSNorm, RMSNormFunction
 from model.gpt import GPT
-from model.layers import MLPS, NORMS, Dropout, LayerNorm, RMSNorm
+from model.layers import MLPS, NORMS, LayerNorm, RMSNorm
 
 
 def randn(*shape, seed=0):
@@ -47,10 +47,10 @@ def test_layer_norm_by_hand():
 
 @pytest.mark.parametrize("shape", [(5, 16), (2, 3, 16), (2, 3, 4, 16)], ids=str)
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", [*NORMS, "fast rms"])
 def test_a_norm_equals_its_formula_forward_and_backward(name, eps, shape):
     x, weight = randn(*shape).mul_(3).add_(0.5), randn(16, seed=1)
-    norm = NORMS[name](16, eps).double()
+    norm = (NORMS | {"fast rms": FastRMSNorm})[name](16, eps).double()
     norm.weight.data = weight.clone()
     centred = (x0 := x.clone().requires_grad_()) - (x0.mean(-1, keepdim=True) * (name == "layer"))
     w0 = weight.clone().requires_grad_()
@@ -77,7 +77,7 @@ def test_the_hand_written_backward_is_what_trains_on_a_cpu():
     assert torch.autograd.gradcheck(
         lambda x, w: RMSNormFunction.apply(x, w, 1e-6), (x, randn(8, seed=1).requires_grad_())
     )
-    norm = RMSNorm(8, 1e-6)
+    norm = FastRMSNorm(8, 1e-6)
     assert "RMSNormFunction" in type(norm(x.float()).grad_fn).__name__
     low = norm(x.bfloat16())  # a narrow format is left to PyTorch, which computes in float32
     assert low.dtype == torch.bfloat16
@@ -159,7 +159,7 @@ def test_a_new_mlp_is_a_class_and_a_name(monkeypatch):
 def test_dropout_drops_its_share_keeps_the_mean_and_sends_gradients_back_the_same_way(p, dtype):
     torch.manual_seed(0)
     x = torch.full((401, 501), 2.0, dtype=dtype).requires_grad_()
-    out = Dropout(p).train()(x)
+    out = FastDropout(p).train()(x)
     assert out.grad_fn.name() == "DropoutFunctionBackward"  # the hand-written one
     dropped = out == 0
     sigma = math.sqrt(p * (1 - p) / x.numel())
@@ -175,19 +175,19 @@ def test_dropout_drops_its_share_keeps_the_mean_and_sends_gradients_back_the_sam
 
 def test_dropout_is_drawn_from_torchs_generator_and_off_outside_training():
     x = torch.ones(64, 3, requires_grad=True)
-    layer, outs = Dropout(0.5).train(), []
+    layer, outs = FastDropout(0.5).train(), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         outs.append(layer(x))
     assert torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[0], outs[2])
     assert layer.eval()(x) is x
-    assert torch.equal(Dropout(0.0).train()(x), x)
+    assert torch.equal(FastDropout(0.0).train()(x), x)
 
 
 def test_a_probability_that_rounds_to_1_leaves_the_rest_finite():
     torch.manual_seed(0)
-    out = Dropout(1 - 1e-9).train()(torch.ones(1000, 100, requires_grad=True))
+    out = FastDropout(1 - 1e-9).train()(torch.ones(1000, 100, requires_grad=True))
     assert out.isfinite().all()
     assert (out == 0).double().mean() > 0.999
 

@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import ModelConfig
+from model.fast import FastCrossEntropy
 from model.gpt import GPT
-from model.loss import IGNORE_INDEX, LARGE_VOCAB, cross_entropy
+from model.loss import IGNORE_INDEX, LARGE_VOCAB, CrossEntropy
+
+cross_entropy = FastCrossEntropy()
 
 
 def make_model(vocab_size: int) -> GPT:
@@ -48,9 +51,10 @@ def chunked_and_plain(V=50, N=37, dtype=torch.float64):
     return x, head, targets, plain
 
 
+@pytest.mark.parametrize("cross_entropy", [CrossEntropy(), FastCrossEntropy()], ids=type)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk", [None, 8, 37, 1])
-def test_the_loss_is_cross_entropy_in_chunks_or_not(monkeypatch, chunk, reduction):
+def test_the_loss_is_cross_entropy_in_chunks_or_not(monkeypatch, chunk, reduction, cross_entropy):
     if chunk is not None:
         monkeypatch.setattr("model.loss.LARGE_VOCAB", 1)
         monkeypatch.setattr("model.loss.CHUNK_TOKENS", chunk)
@@ -192,7 +196,7 @@ def test_the_loss_of_narrow_logits_is_in_float32(chunk, dtype, chunks_of, monkey
     """Of the logits as they are rounded: log-probabilities of 8 bits would be off by a percent."""
     if chunk is not None:
         chunks_of(chunk)
-    monkeypatch.setattr("model.loss.product_dtype", lambda x: dtype)  # float16 has its own way
+    monkeypatch.setattr("model.fast.product_dtype", lambda x: dtype)  # float16 has its own way
     x, head, targets, _ = chunked_and_plain(dtype=dtype)
     logits = F.linear(x.detach()[0], head.detach()).double()
     exact = F.cross_entropy(logits, targets[0], ignore_index=IGNORE_INDEX, reduction="sum")

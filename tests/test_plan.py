@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 from data.options import ConfigError
 from model.config import ModelConfig
-from model.describe import meta_model, module_rows, parameters_by_part
+from model.fast import speed_up
 from model.gpt import GPT
+from model.inspect import meta_model, module_rows, parameters_by_part
 from tools import plan
 from training.config import Config, DataConfig, OptimConfig, ParallelConfig, RunConfig
 from training.hardware import PEAKS
@@ -90,6 +91,7 @@ def autograd_bytes(
 ) -> int:
     """Bytes that autograd keeps of a forward, weights and autocast's copies of them apart."""
     model = GPT(config)
+    speed_up(model)
     own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     kept: dict[int, torch.Tensor] = {}
 
@@ -103,6 +105,8 @@ def autograd_bytes(
     with narrow, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(tokens, tokens, documents, reduction="sum")
     total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    if config.position == "rope":  # this window's cos and sin, whatever the batch
+        total -= 2 * 4 * config.context_length * config.d_head // 2
     if dtype != torch.float32:
         matrices = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
         total -= 2 * (matrices + config.vocab_size * config.d_model)

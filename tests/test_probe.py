@@ -7,7 +7,7 @@ import torch
 
 from model.config import ModelConfig
 from model.gpt import GPT
-from model.probe import attention_maps
+from model.inspect import attention_maps
 
 
 def make_model(**given) -> GPT:
@@ -44,7 +44,7 @@ def test_maps_are_what_the_model_mixes_by():
     layer.attn.register_forward_hook(lambda module, args, out: inputs.update(out=out))
     with torch.no_grad():
         model(TOKENS)
-        _, _, v = layer.attn.project(inputs["x"], model.rope(0, 9))
+        v = layer.attn.v_proj(inputs["x"]).view(2, 9, 2, 8).transpose(1, 2)
         mixed = maps[-1] @ v.repeat_interleave(2, dim=1)
         expected = layer.attn.o_proj(mixed.transpose(1, 2).flatten(2))
     torch.testing.assert_close(inputs["out"], expected)

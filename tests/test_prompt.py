@@ -8,10 +8,9 @@ import torch
 from data import bpe
 from data.tokenizer import StreamDecoder, prompt_ids, start_ids
 from data.vocabulary import byte_tokenizer, char_tokenizer
-from model.config import ModelConfig
+from model.config import ModelConfig, SamplingConfig
 from model.generate import generate
 from model.gpt import GPT
-from model.sampling import SamplingConfig
 
 TEXT = "def main(argv):\n    return argv\n\ndef name(self):\n    return self.name\n" * 40
 

@@ -20,9 +20,8 @@ import model.generate
 import sample
 from data.tokenizer import StreamDecoder, start_ids
 from data.vocabulary import byte_tokenizer, char_tokenizer
-from model.config import ModelConfig
+from model.config import ModelConfig, SamplingConfig
 from model.gpt import GPT
-from model.sampling import SamplingConfig
 
 BYTES = byte_tokenizer()
 

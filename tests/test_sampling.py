@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from model.config import SamplingConfig
 from model.generate import next_distribution, sample_next
-from model.sampling import SamplingConfig
 
 # Softmax of these logits: 0.1, 0.4, 0.2, 0.3
 LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()

@@ -72,7 +72,7 @@ def make_page(title: str, model: GPT, tokenizer: Tokenizer, ids: list[int]) -> s
     """The page for one text. An invariant: ids fit the context."""
     import torch
 
-    from model.probe import attention_maps
+    from model.inspect import attention_maps
     from training.snapshot import token_text
 
     maps = attention_maps(model, torch.tensor([ids]))[:, 0]  # (L, H, T, T)

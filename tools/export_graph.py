@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.options import ConfigError
@@ -34,7 +33,7 @@ class ExportError(RuntimeError):
 
 
 class _Past:
-    """What `CausalSelfAttention` needs of a cache, without state: concatenation."""
+    """KV cache without state, for `GPT.forward`: the past comes in, all keys and values go out."""
 
     def __init__(self, past: Sequence[Tensor]) -> None:
         self.past, self.present = past, []
@@ -45,11 +44,14 @@ class _Past:
         self.present += [k, v]
         return k, v
 
+    def advance(self, T: int) -> None:
+        """Nothing is kept."""
+
 
 class GraphGPT(nn.Module):
-    """GPT.forward with a cache, in terms that exporters can follow: no sizes that Python looks at.
+    """GPT.forward with a cache as plain inputs and outputs, in terms that exporters can follow.
 
-    Positions are looked up, not sliced, so that a runtime refuses one beyond the context.
+    Positions are looked up, not checked in Python: a runtime refuses one beyond the context.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -58,18 +60,10 @@ class GraphGPT(nn.Module):
         model.use_attention("reference")
 
     def forward(self, tokens: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
-        model, cache = self.model, _Past(past)
         P, T = past[0].shape[2], tokens.shape[1]
-        position = torch.arange(P, P + T, device=tokens.device)
-        x, rotation = model.embed(tokens), None  # (B, T, C)
-        if model.positions is not None:
-            x = x + model.positions(position)
-        if model.rope is not None:
-            rotation = (model.rope.cos[position], model.rope.sin[position])  # (T, D/2)
-        for layer in model.layers:
-            x = layer(x, rotation, cache)
-        head = model.embed.weight if model.head is None else model.head.weight
-        return F.linear(model.norm(x), head), *cache.present
+        positions, cache = torch.arange(P, P + T, device=tokens.device), _Past(past)
+        logits = self.model(tokens, cache=cache, positions=positions)
+        return logits, *cache.present
 
 
 def empty_past(config: ModelConfig, B: int, P: int = 0) -> list[Tensor]:

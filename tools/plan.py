@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
             "--global_batch or --micro_batch"
         )
 
-    from model.describe import meta_model
+    from model.inspect import meta_model
 
     model = meta_model(config.model)
     blocks = [
@@ -198,7 +198,7 @@ def head_lines(config: Config, model: GPT, meta: Meta | None, notes: list[str]) 
 
 def parameter_lines(config: Config, model: GPT) -> list[str]:
     """Parameters by part, and the FLOPs of a token."""
-    from model.describe import parameters_by_part
+    from model.inspect import parameters_by_part
 
     parts = parameters_by_part(model)
     total = sum(parts.values())
@@ -285,7 +285,7 @@ def training_seconds(flops: float, peak: float, mfu: float, ranks: int) -> float
 
 def tree_lines(model: GPT) -> list[str]:
     """The modules with shapes, parameters and FLOPs of each; equal layers once."""
-    from model.describe import module_rows
+    from model.inspect import module_rows
 
     lines = [f"{'module':<34}{'shape':>14}{'parameters':>16}{'MFLOP/token':>14}"]
     for row in module_rows(model):

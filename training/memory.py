@@ -12,8 +12,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from model.config import ModelConfig, attention_dropout
-from model.describe import meta_model
 from model.gpt import GPT
+from model.inspect import meta_model
 from model.loss import CHUNK_TOKENS, LARGE_VOCAB
 from training.config import Config
 

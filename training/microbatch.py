@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from data.limits import cgroup_memory_left
+from model.fast import speed_up
 from model.gpt import GPT
 from training.config import Config
 from training.distributed import Ranks
@@ -80,6 +81,7 @@ def attempt(config: Config, size: int, ranks: Ranks) -> bool:
     exact = reduction_at(config, size, ranks) == "exact"
     try:
         model = GPT(config.model, config.run.attention).to(device)
+        speed_up(model)
         # The optimizer's two slots, on several ranks what is sent, and sums of gradients.
         slots = 2 + (ranks.world > 1) + (partial_sums(mine) if exact else 0)
         held = [torch.zeros_like(p) for p in model.parameters() for _ in range(slots)]

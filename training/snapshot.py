@@ -13,7 +13,8 @@ import torch
 
 from data.shards import Windows
 from data.tokenizer import Tokenizer, prompt_ids
-from model.generate import SamplingConfig, generate
+from model.config import SamplingConfig
+from model.generate import generate
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
 from training.precision import Precision

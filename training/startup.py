@@ -21,6 +21,7 @@ from data.prepare import difference_from, prepare, prepared_root, source_options
 from data.record import find_fingerprint, hold, note_use, read_made_from
 from data.shards import Windows
 from data.tokenizer import Tokenizer, load_tokenizer
+from model.fast import speed_up
 from model.gpt import GPT
 from training.budget import lengthened, next_factor, open_budget
 from training.checkpoint import (
@@ -320,6 +321,7 @@ def prepare_process(config: Config) -> None:
 def build_model(config: Config, ranks: Ranks, tokenizer: Tokenizer, resuming: bool) -> GPT:
     """The model with its first weights: drawn from the seed, or those of `run.init_from`."""
     model = GPT(config.model, config.run.attention)
+    speed_up(model)
     model.init_weights(config.run.seed)
     if config.run.init_from and not resuming:
         load_first_weights(model, config.run.init_from, tokenizer)

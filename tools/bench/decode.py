@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.cache import KVCache
-from model.config import ModelConfig
-from model.decode import Decoder, product
+from model.attention import KVCache
+from model.config import ModelConfig, SamplingConfig
 from model.generate import generate
 from model.gpt import GPT
-from model.sampling import SamplingConfig
 from tools.bench.peer import peer_folder, peer_model
 from tools.bench.step import GPT2_SHAPED, alternate, seconds_of
 from tools.bench.table import show
@@ -52,7 +51,7 @@ def bench_decode(*, peer: str, quick: bool) -> None:
         rows + position_rows(along_the_context(model, work)),
         f"{work.prompt_tokens} + {work.new_tokens} tokens, reading the prompt included; "
         f"{torch.get_num_threads()} threads",
-        "the bound: all products of a weight matrix and a vector, timed after each of our tokens",
+        "the bound: F.linear of each weight matrix and a vector, timed after each of our tokens",
         "attention: ms of it alone in all layers, of the next token at this position",
         *notes,
     )
@@ -130,12 +129,12 @@ def beside(stream: Iterator[Tensor], count: int, products: Timed) -> tuple[float
 def weight_products(model: GPT) -> Timed:
     """Each matrix of the blocks, and the head, times a vector."""
     weights = weights_of_a_token(model)
-    pairs = [(weight.new_ones(1, weight.shape[1]), product(weight, None, 1)) for weight in weights]
+    pairs = [(weight.new_ones(1, weight.shape[1]), weight) for weight in weights]
 
     @torch.inference_mode()
     def multiply() -> None:
-        for x, times_weight in pairs:
-            times_weight(x)
+        for x, weight in pairs:
+            F.linear(x, weight)
 
     return lambda: seconds_of(multiply, weights[0].device)
 
@@ -143,7 +142,7 @@ def weight_products(model: GPT) -> Timed:
 def weights_of_a_token(model: GPT) -> list[Tensor]:
     """What must be read to compute one: the matrices of the blocks, and the head."""
     weights = [module.weight for module in model.layers.modules() if isinstance(module, nn.Linear)]
-    return [*weights, model.embed.weight if model.head is None else model.head.weight]
+    return [*weights, model.head_weight]
 
 
 def decoding(model: GPT, prompt_tokens: int, new_tokens: int, batch: int) -> Timed:
@@ -210,7 +209,6 @@ def along_the_context(model: GPT, work: Work) -> dict[int, tuple[float, float]]:
 def at_position(model: GPT, position: int) -> tuple[Timed, Timed]:
     """The next token after `position` of them, again and again; its attention alone."""
     tokens, cache = prompt_of(model, 1, position + 1), KVCache(model.config.n_layers, position + 1)
-    decoder = Decoder(model, cache, batch=1)
     model(tokens[:, :position], cache=cache, last_only=True)
     shape = model.config
     q = torch.zeros(1, shape.n_heads, 1, shape.d_head)
@@ -219,7 +217,7 @@ def at_position(model: GPT, position: int) -> tuple[Timed, Timed]:
 
     @torch.inference_mode()
     def token() -> None:
-        decoder(tokens[:, position:])
+        model.forward(tokens[:, position:], cache=cache, last_only=True)
         cache.length = position
 
     @torch.inference_mode()

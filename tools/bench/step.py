@@ -18,6 +18,7 @@ from torch import Tensor
 from data.config import DataConfig
 from data.options import ConfigError
 from model.config import ModelConfig
+from model.fast import speed_up
 from model.gpt import GPT
 from training.config import Config
 from training.distributed import Ranks
@@ -63,6 +64,7 @@ def training_setup(
     )
     prepare_process(config)
     model = model_class(shape)
+    speed_up(model)
     model.init_weights(config.run.seed)
     ranks = Ranks(device=torch.device(device))
     return build_setup(config, model.to(ranks.device), ranks, print)

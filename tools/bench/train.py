@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from model.config import ModelConfig
-from model.describe import meta_model
+from model.inspect import meta_model
 from tools.bench.peer import PeerStep, peer_folder, peer_model
 from tools.bench.step import (
     GPT2_SHAPED,

@@ -1,4 +1,4 @@
-"""What a model consists of and what its parts cost, read from the modules without any memory."""
+"""Look inside a model: its parts and their cost, and what each head attends to."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from model.attention import CausalSelfAttention
+from model.attention import CausalSelfAttention, reference_attention
 from model.config import ModelConfig
-from model.gpt import GPT
+from model.gpt import GPT, inference
 
 PARTS = ("embedding", "positions", "attention", "mlp", "norms", "head")
 
@@ -98,3 +98,29 @@ def _mixing(attention: CausalSelfAttention, T: int) -> int:
 def _shape(module: nn.Module) -> str:
     weight = getattr(module, "weight", None)
     return "" if weight is None else " x ".join(map(str, weight.shape))
+
+
+def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
+    """Attention weights of every layer and head, (L, B, H, T, T), for tokens (B, T).
+
+    [l, b, h, t, s] is how much position t takes from position s; rows sum to 1 and are 0 for s > t.
+    The model runs as it is, with the reference backend in place of its own while it does: the only
+    one whose weights ever exist. Mode and backend are restored; dropout is off.
+
+    Raises ValueError for more tokens than the context.
+    """
+    maps: list[Tensor] = []
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, None]:
+        out, weights = reference_attention(q, k, v, **options, return_weights=True)
+        maps.append(weights)  # (B, H, T, T)
+        return out, None
+
+    attend = model.layers[0].attn.attend
+    model.use_attention(recorded)
+    try:
+        with inference(model):
+            model.forward(tokens)  # not model(...): a compiled one would not be looked into
+    finally:
+        model.use_attention(attend)
+    return torch.stack(maps)
