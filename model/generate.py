@@ -90,7 +90,6 @@ def generate(
     seen = _seen(prompt, model.config.vocab_size) if settings.repetition_penalty != 1.0 else None
     stopped = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
     stops = torch.tensor(list(stop_ids), dtype=torch.int64, device=prompt.device)
-    barred = torch.tensor(list(never), dtype=torch.int64, device=prompt.device)
     # No more than can be used: a pretrained model's whole context may take tens of GB.
     capacity = min(context, window.shape[1] + settings.max_new_tokens)
     cache = KVCache(model.config.n_layers, capacity) if use_cache else None
@@ -104,9 +103,7 @@ def generate(
             new = window if cache is None else window[:, cache.length :]
             # Not model(...): a compiled model would be compiled anew for every length.
             logits = model.forward(new, cache=cache, last_only=True)[:, -1]  # (B, V)
-            logits[:, barred] = -torch.inf
-            if step == 0 and first_ids:
-                logits = _only(logits, first_ids)
+            logits = _allowed(logits, never, first_ids if step == 0 else ())
             ids = sample_next(logits, settings, rng, seen)
             if len(stops):
                 ids = torch.where(stopped, window[:, -1], ids)
@@ -119,8 +116,11 @@ def generate(
             return
 
 
-def _only(logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """(B, V) logits with -inf for all but `ids`."""
+def _allowed(logits: Tensor, never: Sequence[int], ids: Sequence[int]) -> Tensor:
+    """(B, V) logits with -inf for those of `never`, and for all but `ids` where some are given."""
+    logits[:, list(never)] = -torch.inf
+    if not ids:
+        return logits
     kept = torch.full_like(logits, -torch.inf)
     kept[:, list(ids)] = logits[:, list(ids)]
     return kept
