@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sysconfig
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from data.sources import STDIN, Source, absolute
 
 INDEX_FOLDER = ".sources"
 SAMPLE_BYTES = 4096  # at each of three places
+LARGE = 2 << 30  # bytes that take seconds to hash
 STALE_LINES = 1000  # that are kept before the file is written anew
 
 Stamp = tuple[str, int, int, str]  # a file's name, size, time in ns and sample
@@ -55,7 +58,9 @@ class _Known:
             self.path = None
 
 
-def content_of(source: Source, root: Path | None) -> Content:
+def content_of(
+    source: Source, root: Path | None, say: Callable[[str], None] = lambda text: None
+) -> Content:
     """The content of a source. Files that the index in `root` knows by stamp are not read again.
 
     Raises ConfigError for a file that cannot be read.
@@ -65,6 +70,9 @@ def content_of(source: Source, root: Path | None) -> Content:
     known = _read(root, source.spec)
     stamps, total = stamps_of(source), hashlib.sha256()
     hashes = {}
+    unknown = sum(stamp[1] for stamp in stamps if stamp not in known.hashes)
+    if unknown > LARGE:
+        say(f"{source.spec}: hashing {unknown / 1e9:,.1f} GB; what is hashed is remembered")
     for file, stamp in zip(source.files, stamps, strict=True):
         if stamp not in known.hashes:
             known.hashes[stamp] = _sha256(file)
@@ -132,7 +140,10 @@ def _read(root: Path | None, spec: str) -> _Known:
     """What the index knows of a source; nothing of standard input, which is new each time."""
     if root is None or spec == STDIN:
         return _Known(None)
-    name = spec if spec == "stdlib" or spec.startswith("hub:") else str(absolute(spec))
+    if spec == "stdlib":  # every Python has its own
+        name = sysconfig.get_paths()["stdlib"]
+    else:
+        name = spec if spec.startswith("hub:") else str(absolute(spec))
     known = _Known(
         root / INDEX_FOLDER / f"{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}.jsonl"
     )

@@ -184,7 +184,7 @@ def _prepare(
         say(f"{error}; using {folder}, which was prepared from it")
         return folder
     before = [last_digest(spec, root) for spec in specs]
-    contents = [content_of(source, root) for source in sources]
+    contents = [content_of(source, root, say) for source in sources]
     made_from = _made_from(config, [content.digest for content in contents], _ready(config))
     folder = _folder_for(config, root, made_from)
     if is_complete(folder):
@@ -267,7 +267,7 @@ def difference_from(folder: Path, config: DataConfig, began_with: DataConfig, sa
         try:
             if spool is not None and spool.stat().st_size == 0:
                 raise ConfigError("data.source=-: nothing came on standard input")
-            digests = [content_of(source, root).digest for source in _opened(config, spool)]
+            digests = [content_of(s, root, say).digest for s in _opened(config, spool)]
         except ConfigError as error:
             if named != before:
                 raise

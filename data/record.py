@@ -105,11 +105,14 @@ def hold(folder: Path) -> BinaryIO:
 
     Raises ConfigError if it is being removed.
     """
-    stream = (folder / META_FILE).open("rb")
-    gone = try_lock(stream, shared=True) == "held" or not is_complete(folder)
-    if gone:
+    told = f"{folder} is being removed: run this again"
+    try:
+        stream = (folder / META_FILE).open("rb")
+    except FileNotFoundError:
+        raise ConfigError(told) from None
+    if try_lock(stream, shared=True) == "held" or not is_complete(folder):
         stream.close()
-        raise ConfigError(f"{folder} is being removed: run this again")
+        raise ConfigError(told)
     return stream
 
 

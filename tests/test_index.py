@@ -60,6 +60,15 @@ def test_only_what_is_new_or_changed_is_read(folder, hashed):
     assert last_digest(str(folder), folder.parent / "prepared") == first
 
 
+def test_hashing_that_takes_long_is_said_once(folder, monkeypatch):
+    monkeypatch.setattr(index, "LARGE", 50_000)
+    said: list[str] = []
+    for _ in range(2):
+        content_of(open_source(str(folder)), folder.parent / "prepared", said.append)
+        content_of(open_source(str(folder / "a.txt")), folder.parent / "prepared", said.append)
+    assert len(said) == 1 and str(folder) in said[0]
+
+
 @pytest.mark.parametrize("at", [0, 20_000, -1])
 def test_a_change_that_keeps_size_and_time_is_seen_in_the_samples(folder, at):
     file = folder / "a.txt"
