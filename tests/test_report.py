@@ -165,6 +165,16 @@ def test_an_attempt_that_goes_back_drops_what_was_beyond(long_history, tmp_path)
     assert 1234 in {entry["step"] for entry in long_history.steps}
 
 
+def test_of_many_starts_the_first_and_the_newest_are_listed_and_the_others_counted(tmp_path):
+    folder = write_run(tmp_path / "run", steps=0)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for attempt in range(2, 1001):
+            file.write(json.dumps({"step": attempt, "attempt": attempt, "start": {}}) + "\n")
+    history = read_history(folder)
+    assert [entry["attempt"] for entry in history.starts] == [1, *range(801, 1001)]
+    assert "799 more starts are not listed" in page.events([history])
+
+
 def test_a_history_of_one_stretch_can_be_cut_to_nothing():
     thinned_log = Thinned("loss")
     for step in (1, 2, 3):
@@ -430,12 +440,14 @@ def test_a_token_that_is_no_text_is_shown_by_its_bytes(trained_once):
 
     class Half:
         eot = 7
+        special = {"<end>": 7, "<pad>": 9}
 
         def decode_bytes(self, ids: list[int]) -> bytes:
             return b"\xc3" if ids == [1] else b"a"
 
     assert token_text(Half(), 1) == "<c3>"
     assert token_text(Half(), 7) == "<end of text>"
+    assert token_text(Half(), 9) == "<pad>"
 
 
 def test_a_torn_snapshot_costs_itself_alone(tmp_path):

@@ -44,11 +44,12 @@ class Thinned:
         self.stretches: list[Stretch] = []
         self.fresh: list[Entry] = []  # not yet in a stretch
         self.last: Entry | None = None
+        self._rows: tuple[list[Entry], list[float | None]] | None = None  # until the log grows
 
     def add(self, entry: Entry) -> None:
         """Append an entry; `cut` first if its step is not a new one."""
         self.fresh.append(entry)
-        self.last = entry
+        self.last, self._rows = entry, None
         if len(self.fresh) >= min(self.size, BATCH):
             self._gather()
 
@@ -57,6 +58,7 @@ class Thinned:
         if self.last is None or self.last["step"] < step:
             return
         self._gather()
+        self._rows = None
         while self.stretches and self.stretches[-1].entries[-1]["step"] >= step:
             stretch = self.stretches.pop()
             self.fresh = [entry for entry in stretch.entries if entry["step"] < step] + self.fresh
@@ -78,6 +80,8 @@ class Thinned:
 
     def rows(self) -> tuple[list[Entry], list[float | None]]:
         """The entries kept, and for each the smoothed mean of the first column around it."""
+        if self._rows is not None:
+            return self._rows
         self._gather()
         # Over less than a point, as with few of them, this changes nothing.
         half_life = max(1, len(self.stretches)) / 150
@@ -89,7 +93,8 @@ class Thinned:
         ]
         if self.last is not None and pairs[-1][0] is not self.last:
             pairs.append((self.last, means[-1]))
-        return [entry for entry, _ in pairs], [mean for _, mean in pairs]
+        self._rows = [entry for entry, _ in pairs], [mean for _, mean in pairs]
+        return self._rows
 
 
 class Stretch:
@@ -131,7 +136,8 @@ class History:
 
     def __init__(self, folder: Path, config: Config) -> None:
         self.folder, self.config = folder, config
-        self.training = Thinned("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
+        # The MFU is a multiple of tokens_per_second: it has the same extremes.
+        self.training = Thinned("loss", "lr", "grad_norm", "tokens_per_second")
         self.validation = Thinned("val_loss", "bits_per_byte")
         self.starts: list[Entry] = []  # one for each process that worked on it
         self.notes: list[Entry] = []  # warnings, with their text under "note"
@@ -200,13 +206,11 @@ class History:
             if kind in entry:
                 events.append(entry)
                 del events[1:-MOST_EVENTS]
-                return
-        for kind, figures in (("val_loss", self.validation), ("loss", self.training)):
+        for kind, figures in (("loss", self.training), ("val_loss", self.validation)):
             if kind in entry:
                 figures.cut(step)
                 self._add_progress(entry)
                 figures.add(entry)
-                return
 
     def _add_progress(self, entry: Entry) -> None:
         """Give an entry its `tokens` and `seconds` of training so far.

@@ -123,13 +123,16 @@ def events(histories: Sequence[History]) -> str:
     """Warnings and restarts, in the order of steps."""
     rows = []
     for history in histories:
+        name = [escape(history.name)] if len(histories) > 1 else []
         for entry in sorted([*history.starts, *history.notes], key=lambda e: e.get("time", 0)):
             first = entry.get("attempt", 1) == 1
             what = entry.get("note") or ("began" if first else "taken up again")
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.get("time", 0)))
             when = f'<span class="mono">{when}</span>'
-            name = [escape(history.name)] if len(histories) > 1 else []
             rows.append([*name, f"{entry['step']:,}", when, escape(str(what))])
+        for former, later in zip(history.starts, history.starts[1:], strict=False):
+            if (between := later["attempt"] - former["attempt"] - 1) > 0:
+                rows.append([*name, "", "", f"{between:,} more starts are not listed"])
     titles = [*(["run"] if len(histories) > 1 else []), "step", "when", "what"]
     return f"<h2>What happened</h2>{table(titles, rows)}" if rows else ""
 
