@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.encode import Encoded, encode_task, grouped, in_order, n_workers
+from data.files import sync, sync_folder
 from data.index import Stamp, stamps_of
 from data.meta import (
     META_FILE,
@@ -53,7 +53,7 @@ class Progress:
         with self.path.open("ab") as stream:
             stream.write(json.dumps(entry).encode() + b"\n")
             stream.flush()
-            os.fsync(stream.fileno())
+            sync(stream.fileno())
         self._take(number, tasks, complete, shards)
 
     def _take(self, number: int, tasks: int, complete: bool, shards: list[Shard]) -> None:
@@ -230,15 +230,7 @@ def _put(partial: Path, folder: Path) -> None:
     if folder.exists():
         raise ConfigError(f"{folder} is in the way, and holds no {META_FILE}: move or delete it")
     os.rename(partial, folder)
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder.parent, os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:  # some network file systems cannot
-            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-        finally:
-            os.close(descriptor)
+    sync_folder(folder.parent)
 
 
 # The tokenizer

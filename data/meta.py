@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.files import sync
 from data.options import ConfigError
 
 SPLITS = ("train", "val")
@@ -146,7 +147,7 @@ def write_json(path: Path, content: object) -> None:
     with temporary.open("w", encoding="utf-8", newline="\n") as stream:
         json.dump(content, stream, indent=1)
         stream.flush()
-        os.fsync(stream.fileno())
+        sync(stream.fileno())
     os.replace(temporary, path)
 
 

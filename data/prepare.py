@@ -28,6 +28,7 @@ from data.bpe import SPLIT_PATTERN
 from data.build import build
 from data.command import make_folder, run_command
 from data.config import DataConfig
+from data.files import try_lock
 from data.index import Content, content_of, last_digest, unreadable
 from data.meta import read_meta
 from data.options import ConfigError, parse_sections
@@ -43,7 +44,6 @@ from data.record import (
     note_use,
     read_made_from,
     remove_folder,
-    try_lock,
 )
 from data.sources import STDIN, Source, open_sources, parse_mixture, parts_of
 from data.tokenizer import ready_tokenizer

@@ -7,7 +7,6 @@ It is never changed or replaced: other content is another folder. Its time is th
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data.command import make_folder
+from data.files import try_lock
 from data.meta import META_FILE, DamagedData, read_meta
 from data.options import ConfigError
 
@@ -123,23 +123,6 @@ def delete_left(root: Path, pattern: str) -> None:
         with contextlib.suppress(OSError), file.open("ab") as stream:
             if try_lock(stream) == "locked":
                 file.unlink()
-
-
-def try_lock(stream: Any, shared: bool = False) -> str:
-    """ "locked", "held" by another process, or "no locks" on this platform or file system."""
-    try:
-        import fcntl
-
-        fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "held"
-    except ImportError:
-        return "no locks"
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        return "no locks"
-    return "locked"
 
 
 # Listing and removing

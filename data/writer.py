@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import zlib
 from pathlib import Path
 
 import numpy as np
 
+from data.files import sync
 from data.meta import BLOCK_BYTES, Shard
 
 
@@ -82,4 +82,4 @@ def _close(stream) -> None:
     """Close a file once its content is on disk."""
     with stream:
         stream.flush()
-        os.fsync(stream.fileno())
+        sync(stream.fileno())

@@ -22,12 +22,12 @@ import pytest
 
 from data import build, encode, pretokenized, text
 from data.config import DataConfig
+from data.files import try_lock
 from data.meta import DamagedData, read_meta
 from data.options import ConfigError
 from data.plan import make_plan
 from data.prepare import main, prepare, prepared_folder
 from data.preview import preview
-from data.record import try_lock
 from data.shards import IGNORE_INDEX, Windows
 from data.sources import open_source
 from data.split import Part

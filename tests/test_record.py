@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from data import record
 from data.config import DataConfig
+from data.files import warn_once
 from data.options import ConfigError
 from data.prepare import main, prepare
 from data.record import find_fingerprint, hold
@@ -138,7 +140,6 @@ def test_an_unfinished_folder_is_listed_and_removed_unless_it_is_being_made(make
 
 @pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP", "EINVAL"])
 def test_without_locks_one_line_says_so_and_all_goes_on(make, root, command, monkeypatch, name):
-    import errno
     import fcntl
 
     def flock(*_):
@@ -153,6 +154,18 @@ def test_without_locks_one_line_says_so_and_all_goes_on(make, root, command, mon
     code, out, _ = command(main, f"--remove={folder.name}", f"--prepared_dir={root}")
     assert code == 0 and "no file locks" in out
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["ENOSYS", "EOPNOTSUPP", "EINVAL", "EACCES"])
+def test_without_syncs_one_line_says_so_and_all_goes_on(make, monkeypatch, capsys, name):
+    def fsync(*_):
+        raise OSError(getattr(errno, name), "no syncs")
+
+    warn_once.cache_clear()
+    monkeypatch.setattr(os, "fsync", fsync)
+    folders = make("a.txt", TEXT), make("b.txt", TEXT * 2)
+    assert all(record.is_complete(folder) for folder in folders)
+    assert capsys.readouterr().err.count("warning: this file system cannot sync") == 1
 
 
 def test_a_folder_is_found_by_its_fingerprint(make, root, tmp_path):
