@@ -131,6 +131,14 @@ def test_without_a_text_it_is_the_loss_that_the_run_logged(
     assert loss_of(command, tmp_path / "run") == pytest.approx(logged_loss(tmp_path / "run"))
 
 
+def test_a_validation_source_is_the_split(train_tiny, tiny_folder, tmp_path, command):
+    """With patience, which needs one; and the training text may have no validation part then."""
+    text = tmp_path / "val.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 8)
+    train_tiny(tmp_path / "run", val_source=text, val_fraction=0, patience=5)
+    assert loss_of(command, tmp_path / "run") == pytest.approx(logged_loss(tmp_path / "run"))
+
+
 def test_a_stride_slides_over_the_split_as_over_its_text(trained, tiny_folder, tmp_path, command):
     text = (tiny_folder / "text.txt").read_text()
     (tmp_path / "val.txt").write_text(text[int(len(text) * 0.8) :])  # as --split=tail cuts it
