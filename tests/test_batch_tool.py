@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,22 @@ def test_later_epochs_say_how_far_the_grid_is_moved(command, trained):
     assert code == 0
     assert "of epoch 30, grid moved by" in out  # 3,996 windows of 133 an epoch
     assert not out.startswith("step")
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_windows_of_documents_are_shown_as_far_as_they_are_learned(
+    train_tiny, short_documents, tmp_path, command, mask
+):
+    options = {"windows": "document", "document_mask": mask, "context_length": 64, "max_steps": 1}
+    train_tiny(tmp_path, **short_documents, **options)
+    path = short_documents["source"]
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    code, out, _ = command(batch.main, tmp_path, "--step=1", "--chars=0")
+    assert code == 0
+    windows = [shown.partition("\n")[2].removesuffix("\n") for shown in out.split("--- ")[1:]]
+    whole = f"(?:{'|'.join(map(re.escape, texts))})"
+    assert all(re.fullmatch(whole + ("+" if mask else ""), window) for window in windows)
+    assert (max(map(len, windows)) > max(map(len, texts))) == mask
 
 
 def test_long_windows_are_shortened_and_said():

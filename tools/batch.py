@@ -68,7 +68,7 @@ def logged(run: Path, step: int) -> Iterator[str]:
 def windows_of(config: Config, folder: Path, step: int) -> Iterator[tuple[str, str]]:
     """(which window in words, its text) of each window of the update number `step`, from 1."""
     from data.loader import BatchLoader
-    from data.shards import Windows
+    from data.shards import IGNORE_INDEX, Windows
     from data.tokenizer import load_tokenizer
 
     data = config.data
@@ -86,7 +86,9 @@ def windows_of(config: Config, folder: Path, step: int) -> Iterator[tuple[str, s
             epoch, window, shift = place
             moved = f", grid moved by {shift}" if shift else ""
             where = f"micro-batch {j}, row {row}: window {window:,} of epoch {epoch}{moved}"
-            yield where, tokenizer.decode(windows.window(window, shift).tolist())
+            _, targets, *_ = windows.pair(window, shift)
+            learned = int((targets != IGNORE_INDEX).sum())  # the rest pads short documents
+            yield where, tokenizer.decode(windows.window(window, shift)[: learned + 1].tolist())
 
 
 def shortened(text: str, chars: int) -> str:
