@@ -805,7 +805,7 @@ def test_the_command_says_what_it_made_and_that_it_is_there(work):
         ("--tokenizer=bpe:5", "bpe:5"),
         ("--source=nope.txt", "nope.txt"),
         ("--val_fraction=2", "val_fraction=2"),
-        ("--sauce=x", "data.source"),
+        ("--sorce=x", "data.source"),
         ("--errors=ignore", "strict or replace"),
     ],
 )
