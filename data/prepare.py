@@ -112,7 +112,12 @@ def _identity(name: str, ready: Tokenizer | None) -> str:
 
 def _ready(config: DataConfig) -> Tokenizer | None:
     """The tokenizer, if only its files say what it is."""
-    return ready_tokenizer(config.tokenizer) if config.tokenizer.startswith("hf:") else None
+    if not config.tokenizer.startswith("hf:"):
+        return None
+    try:
+        return ready_tokenizer(config.tokenizer)
+    except OSError as error:  # a mistake, and no disk that cannot be written
+        raise ConfigError(f"data.tokenizer={config.tokenizer}: cannot be read: {error}") from error
 
 
 def _digests(config: DataConfig, root: Path, read: bool) -> list[str]:
@@ -278,7 +283,7 @@ def difference_from(folder: Path, config: DataConfig, began_with: DataConfig, sa
         return f"data.{named}: its content is not what the run was trained on"
     if named != before:
         say(f"data.{named} holds what {before} held; going on")
-    return _tokenizer_difference(folder, config, made_from["tokenizer"], say)
+    return _tokenizer_difference(folder, config, made_from.get("tokenizer", ""), say)
 
 
 def source_options(config: DataConfig) -> str:

@@ -637,6 +637,19 @@ def test_a_source_that_is_closed_to_us_is_a_mistake_and_no_full_disk(
     assert "a.txt" in err and "Permission denied" in err
 
 
+def test_a_tokenizer_that_is_closed_to_us_is_a_mistake_too(work, monkeypatch):
+    own = prepared(options(work, tokenizer="bpe:300")) / "tokenizer"
+    read_text = Path.read_text
+
+    def closed(self, *arguments, **options):
+        if self.name == "tokenizer.json":
+            raise PermissionError(13, "Permission denied", str(self))
+        return read_text(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", closed)
+    assert "tokenizer.json" in refusal(options(work, tokenizer=f"hf:{own}"))
+
+
 @pytest.mark.parametrize("cut", [1, 40, -1, None])
 def test_a_journal_that_a_kill_has_torn_is_read_up_to_there(reference, tmp_path, monkeypatch, cut):
     config, folder = reference
