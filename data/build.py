@@ -164,7 +164,7 @@ def _encoded(
     """The ids of one source, task by task, without the first `skip` tasks."""
     source, split = plan.sources[number], plan.splits[number]
     if source.holds_ids:
-        ids = encoded_ids(source, split, tokenizer, dtype)
+        ids = encoded_ids(source, split, tokenizer, dtype, plan.config.ids)
         results: Iterator[Encoded] = islice(ids, skip, None)
     else:
         tasks = grouped(split.parts(plan.pieces(source, read)))
@@ -195,7 +195,8 @@ def _write_shards(
                     writers[split] = ShardWriter(folder, split, number, tasks, dtype)
                 writers[split].append(some.ids, some.starts, some.bytes, some.documents)
             tasks += 1
-            if sum(writer.bytes for writer in writers.values()) >= shard_bytes:
+            # Ids that stand for no text count as a byte each.
+            if sum(w.bytes or w.tokens for w in writers.values()) >= shard_bytes:
                 done.add(number, tasks, False, _closed(writers))
         done.add(number, tasks, True, _closed(writers))
     finally:

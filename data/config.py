@@ -18,6 +18,7 @@ TIKTOKEN_NAMES = (
 )
 SMALLEST_BPE = 257  # every byte and the end-of-text
 LARGEST_BPE = 1_000_000
+MOST_IDS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,10 @@ class DataConfig:
         "content",
     ] = "stdlib"
     tokenizer: Annotated[
-        str, "char, byte, bpe:N, a tiktoken encoding (gpt2, cl100k_base, ...) or hf:FOLDER", "fixed"
+        str,
+        "char, byte, bpe:N, a tiktoken encoding (gpt2, cl100k_base, ...), hf:FOLDER, or ids:N (the "
+        "source holds ids)",
+        "fixed",
     ] = "bpe:4096"
     split: Annotated[
         Literal["auto", "tail", "document"],
@@ -51,6 +55,11 @@ class DataConfig:
     errors: Annotated[
         Literal["strict", "replace"], "what to do with bytes that are no UTF-8", "fixed"
     ] = "strict"
+    ids: Annotated[
+        Literal["auto", "u1", "u2", "u4", "u8"],
+        "width of the ids in a .bin file without a header",
+        "fixed",
+    ] = "auto"
     windows: Annotated[
         Literal["packed", "document"],
         "windows on a regular grid, or cut at document starts",
@@ -106,6 +115,11 @@ def tokenizer_problems(name: str) -> list[str]:
         return []
     if re.fullmatch(r"hf:.+", name):
         return []
+    if name.startswith("ids"):
+        size = re.fullmatch(r"ids:(\d{1,9})", name)
+        if size and 1 <= int(size[1]) <= MOST_IDS:
+            return []
+        return [f"data.tokenizer={name}: ids:N needs the number N of ids, from 1 to {MOST_IDS}"]
     if name.startswith("bpe"):
         size = re.fullmatch(r"bpe:(\d+)", name)
         if size and SMALLEST_BPE <= int(size[1]) <= LARGEST_BPE:
@@ -114,7 +128,7 @@ def tokenizer_problems(name: str) -> list[str]:
             f"data.tokenizer={name}: bpe:N needs a vocabulary size N from {SMALLEST_BPE} to "
             f"{LARGEST_BPE}, such as bpe:4096"
         ]
-    known = ("char", "byte", "bpe:N", "hf:FOLDER", *TIKTOKEN_NAMES)
+    known = ("char", "byte", "bpe:N", "ids:N", "hf:FOLDER", *TIKTOKEN_NAMES)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     return [f"data.tokenizer={name} is unknown{hint}: use one of {', '.join(known)}"]

@@ -91,7 +91,7 @@ def _encode_parts(tokenizer: Tokenizer, dtype: str, parts: list[Part]) -> Ids:
     return Ids(
         ids=np.concatenate(ids),
         starts=np.array(starts, dtype=np.int64),
-        bytes=sum(len(part.text.encode("utf-8")) for part in parts),
+        bytes=sum(len(part.text.encode("utf-8")) for part in parts) * tokenizer.spells,
         documents=sum(part.last for part in parts),
     )
 

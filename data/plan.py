@@ -38,7 +38,9 @@ class Plan:
 
 def how_to_read(config: DataConfig) -> How:
     """The options that decide which text the files hold."""
-    return How(config.text_field, config.errors, config.separator)
+    is_ids = config.tokenizer.startswith("ids:")
+    n_ids = int(config.tokenizer.removeprefix("ids:")) if is_ids else 0
+    return How(config.text_field, config.errors, config.separator, n_ids)
 
 
 def make_plan(

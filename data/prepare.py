@@ -98,7 +98,7 @@ def _made_from(config: DataConfig, digests: list[str], ready: Tokenizer | None) 
 def _what_matters(config: DataConfig) -> list:
     """The options, apart from source and tokenizer, that determine the ids."""
     options = [config.split, config.val_fraction, config.text_field, config.errors]
-    return [*options, config.separator]
+    return [*options, config.separator, config.ids]
 
 
 def _identity(name: str, ready: Tokenizer | None) -> str:

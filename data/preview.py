@@ -25,7 +25,7 @@ def preview(config: DataConfig, say: Say = print) -> None:
         say(f"source {source.spec}: {size}weight {weight:.3g}, split: {split.mode}")
         for note in source.notes:
             say(f"{source.spec}: {note}")
-    if not any(source.holds_ids for source in sources):
+    if not any(source.holds_ids for source in sources) and (ready is None or ready.spells):
         _try(plan, ready or make_tokenizer(plan, say, TRIAL_BYTES), say)
 
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 from data.options import ConfigError
 from data.text import (
     Piece,
+    cut,
     decode,
     decoded,
     document_pieces,
@@ -29,6 +30,7 @@ from data.text import (
     without_nul,
     without_surrogates,
 )
+from data.vocabulary import characters_of, ids_of
 
 READ_BYTES = 1 << 20
 LINE_BYTES = 64 << 20  # of one row: what is longer would fill the memory, even from a small .gz
@@ -52,6 +54,7 @@ STRUCTURED = {
     ".arrow": "arrow",
     ".feather": "arrow",
     ".bin": "ids",
+    ".npy": "ids",
 }
 FIRST_BYTES = {
     b"\x1f\x8b\x08": "gz",
@@ -84,6 +87,7 @@ class How(NamedTuple):
     text_field: str = "text"
     errors: str = "strict"
     separator: str = ""
+    n_ids: int = 0  # of the vocabulary, where the source holds ids instead of text
 
 
 def suffix_of(file: Path) -> str:
@@ -152,16 +156,28 @@ def file_pieces(file: Path, how: How, form: str | None = None) -> Iterator[Piece
     """The documents of one file. Raises ConfigError for damage, by name and byte offset or row."""
     form = form or form_of(file, how)
     if form == "text":
-        yield from text_pieces(file, how)
+        pieces = text_pieces(file, how)
+        yield from ids_pieces(pieces, file, how.n_ids) if how.n_ids else pieces
         return
     for name, value, read in READERS[form](file, how):
-        yield from row_pieces(as_text(value, how, name), read)
+        if how.n_ids:
+            ids = ids_of([] if value is None else value, how.n_ids, name)
+            yield from cut([(characters_of(ids), read)])
+        else:
+            yield from row_pieces(as_text(value, how, name), read)
 
 
-def file_rows(file: Path, how: How) -> Iterator[Row] | None:
-    """The rows of one file as they are; None for plain text."""
-    form = form_of(file, how)
-    return None if form == "text" else READERS[form](file, how)
+def ids_pieces(pieces: Iterator[Piece], file: Path, n_ids: int) -> Iterator[Piece]:
+    """Pieces of numbers with white space between them, as one character for each id."""
+    rest, done = "", 0
+    for piece in pieces:
+        text = piece.text if piece.first else rest + piece.text
+        end = len(text)
+        while end and not (piece.last or text[end - 1].isspace()):
+            end -= 1  # a number that the next piece may go on with
+        ids = ids_of(text[:end], n_ids, str(file), done)
+        rest, done = text[end:], done + len(ids)
+        yield piece._replace(text=characters_of(ids))
 
 
 # Bytes

@@ -219,7 +219,9 @@ def open_source(spec: str, stdin_file: Path | None = None, option: str = "data.s
         raise ConfigError(f"{option}={spec}: {_why_nothing(spec, path, source.notes)}")
     kinds = {kind_of(file) for file in source.files}
     if "ids" in kinds and len(kinds) > 1:
-        raise ConfigError(f"{option}={spec}: mixes .bin files of ids with text: name one kind")
+        raise ConfigError(
+            f"{option}={spec}: mixes files of ids (.bin, .npy) with text: name one kind"
+        )
     return source
 
 
@@ -270,6 +272,8 @@ def _folder(spec: str, root: Path) -> Source:
     found, notes = _walk(root)
     known = STRUCTURED.keys() | TEXT_SUFFIXES | CODE_SUFFIXES
     kept = [file for file in found if suffix_of(file) in known]
+    if {kind_of(file) for file in kept} != {"ids"}:  # arrays beside other data are something else
+        kept = [file for file in kept if suffix_of(file) != ".npy"]
     left_out = Counter(suffix_of(f) or "no suffix" for f in set(found) - set(kept))
     if left_out:
         kinds = ", ".join(f"{n} x {suffix}" for suffix, n in left_out.most_common(5))

@@ -9,7 +9,7 @@ from pathlib import Path
 from data import bpe, pretrained
 from data.meta import DamagedData
 from data.options import ConfigError
-from data.vocabulary import FILE, Tokenizer, byte_tokenizer, char_tokenizer
+from data.vocabulary import FILE, Tokenizer, byte_tokenizer, char_tokenizer, ids_tokenizer
 
 __all__ = [
     "StreamDecoder",
@@ -30,6 +30,8 @@ def ready_tokenizer(name: str) -> Tokenizer | None:
         return None
     if name == "byte":
         return byte_tokenizer()
+    if name.startswith("ids:"):
+        return ids_tokenizer(int(name.removeprefix("ids:")))
     if name.startswith("hf:"):
         return pretrained.hf_from_folder(name.removeprefix("hf:"))
     return pretrained.tiktoken_by_name(name)
@@ -57,6 +59,8 @@ def _load(folder: Path) -> Tokenizer:
         return char_tokenizer(about["alphabet"], about["eot"])
     if kind == "byte":
         return byte_tokenizer()
+    if kind == "ids":
+        return ids_tokenizer(about["size"])
     if kind == "bpe":
         return bpe.own_bpe(about["name"], _text(folder, bpe.JSON_FILE))
     if kind == "hf":

@@ -17,9 +17,11 @@ READ_BYTES = 256 * BLOCK_BYTES
 def summary(meta: Meta) -> str:
     """One line: documents, bytes, tokens, bytes per token and the sizes of the splits."""
     n_bytes, tokens = sum(meta.bytes.values()), sum(meta.tokens.values())
+    size = f"{tokens:,} tokens"
+    if n_bytes:
+        size = f"{n_bytes:,} bytes, {size} ({n_bytes / tokens:.2f} bytes a token)"
     return (
-        f"{sum(meta.documents.values()):,} documents, {n_bytes:,} bytes, {tokens:,} tokens "
-        f"({n_bytes / tokens:.2f} bytes a token), train {meta.tokens['train']:,}, "
+        f"{sum(meta.documents.values()):,} documents, {size}, train {meta.tokens['train']:,}, "
         f"val {meta.tokens['val']:,} ({', '.join(sorted(set(meta.splits)))})"
     )
 

@@ -27,7 +27,7 @@ class Tokenizer:
     special tokens' text being plain text. special: text of special tokens -> id. files: what
     `save` writes, name -> content. bos: ids at the start of each document. ends: the ids that end a
     sample, if there are others than eot. encode_special: text -> ids, with special tokens, where
-    that is not a matter of cutting them out.
+    that is not a matter of cutting them out. spells: whether ids stand for bytes of text.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Tokenizer:
     bos: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
     encode_special: Callable[[str], list[int]] | None = None
+    spells: bool = True
 
     @property
     def vocab_size(self) -> int:
@@ -91,7 +92,7 @@ class Tokenizer:
 
     def byte_lengths(self) -> np.ndarray:
         """(vocab_size,) int64: how many bytes each id stands for."""
-        return np.array([len(piece) for piece in self.table], dtype=np.int64)
+        return np.array([len(piece) * self.spells for piece in self.table], dtype=np.int64)
 
     def save(self, folder: Path) -> None:
         """Write the small plain files from which `load_tokenizer` reads it back."""
@@ -137,6 +138,64 @@ def char_tokenizer(alphabet: str, with_eot: bool) -> Tokenizer:
         special={END_OF_TEXT: len(alphabet)} if with_eot else {},
         files={FILE: described("char", alphabet=alphabet, eot=with_eot)},
     )
+
+
+# Ids that are no text
+
+
+FIRST_CHARACTER = 0x3400  # beyond digits and white space
+SURROGATES = range(0xD800, 0xE000)
+
+
+def ids_tokenizer(size: int) -> Tokenizer:
+    """Ids that somebody made of music, molecules, moves ...: 0 to size - 1, written as numbers.
+
+    On their way through preparation ids are text of one character each (`characters_of`), so that
+    they are cut, split and dealt to processes as text is.
+    """
+
+    def encode(text: str) -> np.ndarray:
+        codes = code_points(text).astype(np.int64)
+        if len(codes) and codes.min() >= FIRST_CHARACTER:
+            ids = codes - FIRST_CHARACTER - len(SURROGATES) * (codes >= SURROGATES.stop)
+        else:
+            ids = ids_of(text, size, f"tokenizer ids:{size}")
+        return ids
+
+    return Tokenizer(
+        name=f"ids:{size}",
+        table=[f" {token}".encode() for token in range(size)],
+        eot=None,
+        encode_array=encode,
+        files={FILE: described("ids", size=size)},
+        spells=False,
+    )
+
+
+def ids_of(value: str | list, size: int, name: str, first: int = 0) -> np.ndarray:
+    """(n,) int64: whole numbers from 0 to size - 1, as text or in a list.
+
+    Raises ConfigError with the place of one that is not; it is counted from `first` on.
+    """
+    numbers = value.split() if isinstance(value, str) else value
+    numbers = numbers if isinstance(numbers, list) else [numbers]
+    for at, number in enumerate(numbers):
+        is_id = isinstance(number, int) and not isinstance(number, bool)
+        if isinstance(number, str):
+            is_id = number.isascii() and number.isdigit() and len(number) < 10
+        if not is_id or not 0 <= int(number) < size:
+            raise ConfigError(
+                f"{name}: token {first + at} is {str(number)[:40]!r}, not a whole number from 0 to "
+                f"{size - 1}, as data.tokenizer=ids:{size} says"
+            )
+    return np.array([int(number) for number in numbers], dtype=np.int64)
+
+
+def characters_of(ids: np.ndarray) -> str:
+    """One character for each id; the tokenizer of `ids_tokenizer` takes them back to ids."""
+    codes = ids + FIRST_CHARACTER
+    codes = codes + len(SURROGATES) * (codes >= SURROGATES.start)
+    return codes.astype("<u4").tobytes().decode("utf-32-le")
 
 
 def code_points(text: str) -> np.ndarray:

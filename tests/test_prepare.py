@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from data import build, encode, pretokenized, text
@@ -31,9 +32,9 @@ from data.preview import preview
 from data.shards import IGNORE_INDEX, Windows
 from data.sources import open_source
 from data.split import Part
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, ready_tokenizer
 from data.verify import verify
-from data.vocabulary import char_tokenizer
+from data.vocabulary import char_tokenizer, characters_of
 from data.writer import ShardWriter
 
 ROOT = Path(__file__).parents[1]
@@ -1105,12 +1106,12 @@ def test_with_a_validation_source_files_named_for_validation_are_left_out(work, 
             if kind == "text":
                 (place / f"{name}.txt").write_text(f"{name} of {place.name}")
             else:
-                np.full(99, number + 3 * (place == val), "<u2").tofile(place / f"{name}.bin")
+                np.full(99, number + 1 + 3 * (place == val), "<u2").tofile(place / f"{name}.bin")
     made = prepared(options(work, folder, val_source=str(val)))
     if kind == "text":
         assert texts_of(made) == ("train of named", "val of other")
     else:
-        assert [set(ids_of(made, split)) for split in ("train", "val")] == [{0}, {4}]
+        assert [set(ids_of(made, split)) for split in ("train", "val")] == [{1}, {5}]
 
 
 def test_what_validates_must_not_train(work):
@@ -1192,6 +1193,46 @@ def test_a_bin_file_of_ids_is_used_as_it_is(work, form, monkeypatch):
     verify(folder, lambda _: None)
 
 
+@pytest.mark.parametrize("form", ["<u1", "<u2", "<u4", "<u8", "npy <i8", "npy <u2", "npy >i4"])
+def test_ids_of_any_width_are_read_when_it_is_said(work, form):
+    ids, path = np.arange(5000) % 250, work / ("t.npy" if "npy" in form else "t.bin")
+    np.save(path, ids.astype(form[4:])) if "npy" in form else ids.astype(form).tofile(path)
+    width = "auto" if "npy" in form else form[1:]
+    folder = prepared(options(work, path, ids=width))
+    assert ids_of(folder, "train").tolist() == ids[:4500].tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (np.arange(1, 999).astype("<u4").tobytes(), "--ids=u1, u2, u4 or u8"),
+        (np.arange(1, 999).astype("<u8").tobytes(), "--ids="),
+        (np.arange(1, 999).astype(">u4").tobytes(), "--ids="),
+        (b"The cat sat on the mat. " * 99, "looks like text"),
+        (gzip.compress(b"x" * 999), "compressed"),
+        (b"PK\x03\x04" + bytes(99), "zip archive"),  # PyTorch's own .bin
+    ],
+)
+def test_ids_of_a_doubtful_width_are_refused(work, content, said):
+    path = work / "t.bin"
+    path.write_bytes(content)
+    config = options(work, path)
+    assert said in refusal(config)
+    assert str(path) in refusal(config)
+
+
+def test_compressed_ids_and_arrays_of_other_shapes_are_refused(work):
+    (work / "t.bin.gz").write_bytes(gzip.compress(some_ids().astype("<u2").tobytes()))
+    assert "unpack it first" in refusal(options(work, work / "t.bin.gz"))
+    for name, array in {"f.npy": np.ones(9), "m.npy": np.ones((3, 3), int)}.items():
+        np.save(work / name, array)
+        assert "not a row of whole numbers" in refusal(options(work, work / name))
+    np.save(work / "n.npy", np.array([5, -1, 7]))
+    assert "token 1 is id -1" in refusal(options(work, work / "n.npy"))
+    (work / "p.npy").write_bytes(b"nothing")
+    assert "cannot be read" in refusal(options(work, work / "p.npy"))
+
+
 def test_files_named_train_and_val_are_the_splits(work):
     ids = some_ids()
     ids[:4000].astype("<u2").tofile(work / "corpus_train_000001.bin")
@@ -1226,4 +1267,93 @@ def test_bin_files_that_cannot_be_right_are_refused_by_name(work):
     assert "1001 bytes" in refusal(options(work, path))
     for wrong in ({"tokenizer": "char"}, {"tokenizer": "bpe:300"}, {"split": "document"}):
         assert "holds ids, not text" in refusal(options(work, path, **wrong))
-    assert "mixes .bin files" in refusal(options(work, work / "*"))
+    assert "mixes files of ids" in refusal(options(work, work / "*"))
+
+
+# Ids that are no text
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.parquet", "a.npy", "a.bin"])
+def test_numbers_are_ids(work, name):
+    rows = [[(i * j) % 300 for j in range(1, 40)] for i in range(60)]
+    whole, path = sum(rows, []), work / name
+    content = {
+        ".txt": " ".join(map(str, whole)) + "\n",
+        ".jsonl": "\n".join(json.dumps({"notes": row}) for row in rows),
+        ".json": json.dumps([{"notes": " ".join(map(str, row))} for row in rows]),
+    }
+    if path.suffix in content:
+        path.write_text(content[path.suffix])
+    elif name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"notes": rows}), path)
+    else:
+        array = np.array(whole, dtype="<u2")
+        np.save(path, array) if name == "a.npy" else array.tofile(path)
+    has_rows = name in ("a.jsonl", "a.json", "a.parquet")
+    field = "notes" if has_rows else "text"
+    folder = prepared(options(work, path, tokenizer="ids:300", text_field=field, split="tail"))
+    meta = read_meta(folder)
+    train, val = ids_of(folder, "train").tolist(), ids_of(folder, "val").tolist()
+    assert train + val == whole
+    assert len(train) == int(0.9 * len(whole))
+    assert (meta.vocab_size, sum(meta.bytes.values())) == (300, 0)
+    assert sum(meta.documents.values()) == (60 if has_rows else 1)
+    starts = Windows(folder, "train", 8).parts[0].stream.document_starts().tolist()
+    assert starts == (list(range(0, len(train), 39)) if has_rows else [0])
+    verify(folder, lambda _: None)
+
+
+def test_each_file_of_ids_without_an_end_of_text_is_a_document(work):
+    for number in range(3):
+        np.full(50, number + 1, "<u2").tofile(work / f"{number}.bin")
+    folder = prepared(options(work, work / "*.bin", tokenizer="ids:9", val_fraction=0.0))
+    assert Windows(folder, "train", 8).parts[0].stream.document_starts().tolist() == [0, 50, 100]
+    assert read_meta(folder).documents["train"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", "1 2 9 3", "token 2 is '9'"),
+        ("a.txt", "1 2\nx", "token 2 is 'x'"),
+        ("a.txt", "1 -2", "token 1 is '-2'"),
+        ("a.txt", "1 " + "9" * 5000, "token 1 is '999"),
+        ("a.txt", "1 ²", "token 1 is '²'"),
+        ("a.jsonl", '{"text": [1]}\n{"text": [1, 12]}', "line 2: token 1 is '12'"),
+        ("a.jsonl", '{"text": [1.5]}', "line 1: token 0 is '1.5'"),
+        ("a.jsonl", '{"text": [true]}', "line 1: token 0 is 'True'"),
+        ("a.jsonl", '{"text": [[1]]}', "line 1: token 0 is '[1]'"),
+        ("a.jsonl", '{"text": {"a": 1}}', "line 1: token 0 is"),
+    ],
+)
+def test_what_is_no_id_is_refused_by_place(work, name, content, said):
+    (work / name).write_text(content)
+    found = refusal(options(work, work / name, tokenizer="ids:9"))
+    assert found.startswith(str(work / name))
+    assert said in found
+
+
+def test_a_number_is_never_cut(work, small):
+    ids = [i % 9999 for i in range(20_000)]
+    (work / "a.txt").write_text(" ".join(map(str, ids)))  # one line, far longer than a piece
+    folder = prepared(options(work, tokenizer="ids:9999"))
+    assert [*ids_of(folder, "train"), *ids_of(folder, "val")] == ids
+
+
+def test_the_ids_tokenizer_writes_numbers_and_reads_them_back(tmp_path):
+    made = ready_tokenizer("ids:1000000")
+    ids = np.array([0, 5, 41983, 41984, 42000, 999_999])
+    assert made.encode_array(characters_of(ids)).tolist() == ids.tolist()
+    assert made.decode(ids) == " 0 5 41983 41984 42000 999999"
+    assert made.encode(made.decode(ids)) == ids.tolist()
+    assert not made.byte_lengths().any()
+    made.save(tmp_path)
+    assert load_tokenizer(tmp_path).name == "ids:1000000"
+    with pytest.raises(ConfigError, match="token 1 is '1000000'"):
+        made.encode("3 1000000")
+    assert ready_tokenizer("ids:9").encode("") == []
+
+
+@pytest.mark.parametrize("name", ["ids", "ids:", "ids:0", "ids:x", "ids:2000000"])
+def test_other_spellings_of_ids_are_refused(name):
+    assert DataConfig(tokenizer=name).problems()[0].startswith(f"data.tokenizer={name}: ids:N")

@@ -47,6 +47,7 @@ OTHER = {
         "data.text_field": "body",
         "data.errors": "replace",
         "data.separator": "END",
+        "data.ids": "u4",
         "data.windows": "document",
         "data.document_mask": True,
         "data.global_batch": 64,

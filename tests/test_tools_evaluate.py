@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 import tools.evaluate
 import tools.export
 from data.options import ConfigError
-from data.vocabulary import byte_tokenizer
+from data.vocabulary import byte_tokenizer, ids_tokenizer
 from model.config import ModelConfig
 from model.gpt import GPT
 from tools.evaluate import EvaluateOptions, read_ids, score, windows
@@ -67,6 +68,21 @@ def test_the_loss_is_that_of_each_token_after_its_window(model, T, stride):
 def test_ids_that_the_model_does_not_know_are_refused(model):
     with pytest.raises(ConfigError, match="id 300, the model knows 257 ids"):
         score(model, [1, 300, 2], byte_tokenizer(), 12, 6)
+
+
+def test_a_file_of_ids_is_scored_as_it_is(tmp_path):
+    path = tmp_path / "x.bin"
+    np.array([5, 256, 7, 8, 256], "<u2").tofile(path)
+    options = EvaluateOptions(source=str(path))
+    assert read_ids(options, byte_tokenizer()) == ([5, 256, 7, 8, 256], [0, 2])
+    np.arange(1, 99).astype("<u4").tofile(path)
+    with pytest.raises(ConfigError, match="--ids="):
+        read_ids(options, byte_tokenizer())
+    wide = EvaluateOptions(source=str(path), ids="u4")
+    assert read_ids(wide, byte_tokenizer())[0] == list(range(1, 99))
+    (tmp_path / "n.jsonl").write_text('{"text": [5, 6]}\n{"text": "7"}\n')
+    rows = EvaluateOptions(source=str(tmp_path / "n.jsonl"))
+    assert read_ids(rows, ids_tokenizer(9)) == ([5, 6, 7], [0, 2])
 
 
 def test_documents_are_joined_by_the_end_of_text(tmp_path):

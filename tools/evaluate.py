@@ -46,6 +46,9 @@ class EvaluateOptions:
     errors: Annotated[Literal["strict", "replace"], "what to do with bytes that are no UTF-8"] = (
         "strict"
     )
+    ids: Annotated[
+        Literal["auto", "u1", "u2", "u4", "u8"], "width of the ids in a .bin file without a header"
+    ] = "auto"
     which: Annotated[str, "checkpoint: best, latest or a step; best if there is one"] = ""
     device: Annotated[str, "auto, cpu, cuda, cuda:N or mps"] = "auto"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], "of the matrix products"] = (
@@ -55,7 +58,7 @@ class EvaluateOptions:
 
     def problems(self) -> list[str]:
         found = []
-        for name, default in (("text_field", "text"), ("errors", "strict")):
+        for name, default in (("text_field", "text"), ("errors", "strict"), ("ids", "auto")):
             if not self.source and getattr(self, name) != default:
                 value = getattr(self, name)
                 found.append(f"{name}={value}: says how a text is read; name one with --source")
@@ -97,10 +100,11 @@ def main(argv: list[str]) -> int:
         documents = f"{len(starts):,} document{'s' * (len(starts) != 1)}, {len(ids):,} tokens"
         said = f"{documents}; sliding window: context {T}, stride {stride}"
     print(f"{options.source or 'validation split'}: {said}")
-    print(f"scored: {found.tokens:,} tokens ({found.bytes:,} bytes)")
+    print(f"scored: {found.tokens:,} tokens" + f" ({found.bytes:,} bytes)" * bool(found.bytes))
+    bits = found.bits_per_byte
     print(
-        f"loss {found.loss:.6f} nats per token, perplexity {found.perplexity:.4f}, "
-        f"{found.bits_per_byte:.6f} bits per byte"
+        f"loss {found.loss:.6f} nats per token, perplexity {found.perplexity:.4f}"
+        + (f", {bits:.6f} bits per byte" if bits is not None else "")
     )
     return 0
 
@@ -184,12 +188,18 @@ def read_ids(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[list[int],
 
     Raises ConfigError if there are fewer than two tokens.
     """
+    from data.pretokenized import source_ids
     from data.readers import How
     from data.sources import open_source
 
     ids: list[int] = []
     starts: list[int] = []
-    for piece in open_source(options.source).pieces(How(options.text_field, options.errors)):
+    source = open_source(options.source)
+    if source.holds_ids:
+        ids, starts = source_ids(source, tokenizer, options.ids)
+        return _enough(options, ids), starts
+    n_ids = 0 if tokenizer.spells else tokenizer.vocab_size
+    for piece in source.pieces(How(options.text_field, options.errors, n_ids=n_ids)):
         if piece.first:
             if starts and tokenizer.eot is not None:
                 ids.append(tokenizer.eot)
@@ -197,9 +207,13 @@ def read_ids(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[list[int],
             starts.append(len(ids) + min(1, len(opening)))  # as prepared data has it
             ids += opening
         ids += tokenizer.encode(piece.text)
+    return _enough(options, ids), starts
+
+
+def _enough(options: EvaluateOptions, ids: list[int]) -> list[int]:
     if len(ids) < 2:
         raise ConfigError(f"source={options.source}: {len(ids)} tokens; two are needed for a loss")
-    return ids, starts
+    return ids
 
 
 def windows(n: int, T: int, stride: int) -> Iterator[tuple[int, int, int]]:

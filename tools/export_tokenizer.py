@@ -31,6 +31,11 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, context_length: int) -> 
 
     Raises ConfigError, by the tokenizer's name, if it gives other ids or another text there.
     """
+    if not tokenizer.spells:
+        raise ConfigError(
+            f"tokenizer {tokenizer.name}: its ids stand for no text, so it has no tokenizer.json; "
+            "export with --format=onnx, torchscript or torch_export, which need none"
+        )
     kept = tokenizer.files.get(JSON_FILE)
     if kept is not None:
         config_text = tokenizer.files.get(CONFIG_FILE)

@@ -35,9 +35,10 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
-    def bits_per_byte(self) -> float:
-        """Bits the model needs for a byte of the text; comparable between tokenizers."""
-        return self.loss * self.tokens / math.log(2) / max(1, self.bytes)
+    def bits_per_byte(self) -> float | None:
+        """Bits the model needs for a byte of the text; comparable between tokenizers. None where
+        the tokens stand for no text."""
+        return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
 
 def choose_windows(n_windows: int, wanted: int) -> list[int]:

@@ -46,7 +46,7 @@ class Observer:
         self.reports = config.log.report
         self.about_data = about_data(data)
         # Of the training text as a whole, so only about right for a single step.
-        self.bytes_per_token: float = max(1e-9, self.about_data["bytes per token"])
+        self.bytes_per_token: float = self.about_data["bytes per token"]
         self.adviser = Adviser(config, len(data.train), data.tokenizer.vocab_size)
         self.history = History(self.folder, config)
         for entry in self.history.read_metrics():  # of the attempts before

@@ -221,13 +221,13 @@ def log_step(run: Run) -> None:
         data_wait=round(run.waited / max(1e-9, run.seconds), 4),
         skipped=run.state.skipped or None,
     )
-    interval = run.config.run.eval_interval
+    interval, per_token = run.config.run.eval_interval, run.observer.bytes_per_token
     run.logger.progress(
         step,
         loss,
         rate,
         mfu,
-        bits_per_byte=loss / math.log(2) / run.observer.bytes_per_token,
+        bits_per_byte=loss / math.log(2) / per_token if per_token else None,
         next_evaluation=min(run.max_steps, (step // interval + 1) * interval)
         if run.data.val
         else None,
@@ -282,10 +282,12 @@ def score(run: Run, windows: Windows) -> None:
             perplexity=found.perplexity,
             bits_per_byte=found.bits_per_byte,
         )
+        bits = found.bits_per_byte
         run.say(
             f"step {state.step}: validation loss {found.loss:.4f}, perplexity "
-            f"{found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
-            f"{' (best so far)' * best}"
+            f"{found.perplexity:.2f}"
+            + (f", {bits:.4f} bits per byte" if bits is not None else "")
+            + " (best so far)" * best
         )
         run.observer.logged(entry, run.max_steps)
     if best:
