@@ -115,7 +115,8 @@ def test_the_losses_of_a_window_are_summed_in_float64():
 
 def test_a_loss_beyond_what_exp_can_hold_is_infinitely_perplexed():
     assert Evaluation(loss=1000.0, tokens=1, bytes=1).perplexity == math.inf
-    assert Evaluation(loss=2.0, tokens=3, bytes=0).bits_per_byte == pytest.approx(6 / math.log(2))
+    assert Evaluation(loss=2.0, tokens=3, bytes=2).bits_per_byte == pytest.approx(3 / math.log(2))
+    assert Evaluation(loss=2.0, tokens=3, bytes=0).bits_per_byte is None  # ids that are no text
 
 
 # The same windows
