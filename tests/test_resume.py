@@ -207,6 +207,8 @@ def test_an_edited_config_file_is_told_from_an_option_typed_before():
     going_on = from_json(to_json(resumed(saved, must)))
     assert going_on.optim.lr == 2e-3
     assert resume_notes(going_on, edited) == []  # taken once and for all
+    back = command(file={"optim.lr": 1e-3})
+    assert refused(going_on, back) == ["optim.lr"]
 
 
 def test_an_edited_file_that_now_says_what_the_run_has_is_no_change():
@@ -249,6 +251,8 @@ def test_what_a_start_changed_without_saving_is_told_and_not_taken():
     unsaved = run_of({"optim.lr": 0.5, "run.max_steps": 2000, "log.quiet": True})
     (note,) = resume_notes(saved, command(), unsaved)
     assert "--lr=0.5" in note and "--max_steps=2000" in note and "quiet" not in note
+    again = {"run.max_steps": 2000, "optim.lr": 0.1}
+    assert not any("optim.lr=0.5" in note for note in resume_notes(saved, command(again), unsaved))
     (note,) = resume_notes(saved, command({"run.max_steps": 2000}), unsaved)[1:]
     assert "--lr=0.5" in note and "max_steps" not in note
 
@@ -285,6 +289,7 @@ def test_a_run_without_checkpoints_is_not_made_longer_nor_given_another_source()
         lines = resume_problems(run_of(), command({name: value}), can_resume=False)
         assert lines[0].startswith(f"{name}: ")
         assert not any("--resume=must" in line for line in lines)
+        assert any("fixed once" in line for line in lines) == (name == "data.source")
 
 
 def test_all_changes_are_told_at_once():
@@ -304,7 +309,8 @@ def test_when_to_evaluate_is_free_unless_the_length_of_the_run_depends_on_it():
     for run in ({"run.patience": 3}, {"run.time_budget": "10m"}):
         saved, asked = run_of(run), command({**run, "run.eval_interval": 5})
         assert refused(saved, asked) == ["run.eval_interval"]
-        assert resume_problems(saved, command({"run.eval_interval": 5})) != []
+        both = command({**run, "run.eval_interval": 5})  # from this start on
+        assert "run.eval_interval" in refused(run_of(), both)
         asked = command({**run, "run.eval_interval": 5, "run.resume": "must"})
         assert resume_problems(saved, asked) == []
 
