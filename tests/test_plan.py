@@ -241,9 +241,9 @@ for number, options in enumerate(sys.argv[2:]):
 """
 
 SIZES = {
-    "activations": "--n_layers=6 --d_model=64 --context_length=256 --batch=64",
-    "weights": "--n_layers=2 --d_model=1280 --n_heads=8 --context_length=32 --batch=4",
-    "logits": "--n_layers=1 --d_model=64 --context_length=256 --batch=20 --vocab_size=16000",
+    "activations": "--n_layers=6 --d_model=64 --context_length=128 --batch=64",
+    "weights": "--n_layers=2 --d_model=896 --n_heads=8 --context_length=32 --batch=4",
+    "logits": "--n_layers=1 --d_model=64 --context_length=256 --batch=10 --vocab_size=16000",
     "chunks": "--n_layers=1 --d_model=512 --context_length=256 --batch=8 --vocab_size=40000",
 }
 
@@ -271,7 +271,7 @@ def test_memory_is_what_real_runs_take(tmp_path):
     assert len(found) == len(SIZES), ended.stdout
     for name, (measured, estimate) in zip(SIZES, found, strict=True):
         print(f"{name}: {estimate / 1e6:.0f} MB estimated, {measured / 1e6:.0f} measured")
-        assert measured > 500e6, name
+        assert measured > 200e6, name
         assert estimate == pytest.approx(measured, rel=0.15), name
 
 

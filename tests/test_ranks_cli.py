@@ -14,6 +14,7 @@ import torch
 from conftest import ROOT
 from safetensors.torch import load_file
 
+import train
 from data.loader import BatchLoader
 from data.shards import Windows
 from training.distributed import Ranks
@@ -30,8 +31,8 @@ def start(*argv: object, **options) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, **{"env": ENV, **pipes, **options})
 
 
-def test_a_users_mistake_is_one_line_and_exit_code_2(tiny_argv, tmp_path):
-    """All at once, for most of the time of each is the import of torch."""
+def test_a_users_mistake_is_one_line_and_exit_code_2(tiny_argv, tmp_path, command):
+    """One as a process of its own; the others here, for the import of torch takes seconds."""
     empty, short = tmp_path / "empty.txt", tmp_path / "short.txt"
     empty.write_text("")
     short.write_text("a few words of text\n" * 3)
@@ -47,10 +48,12 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tiny_argv, tmp_path):
     }
     if not torch.cuda.is_available():
         cases["run.device=cuda: GPU 0 is not there"] = tiny_argv(run / "4", device="cuda")
-    processes = {told: start("train.py", *argv) for told, argv in cases.items()}
-    for told, process in processes.items():
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 2, (told, out, err)
+    process = start("train.py", *cases["run.max_steps=0: must be at least 1"])
+    ended = {told: command(train.main, *argv) for told, argv in cases.items()}
+    out, err = process.communicate(timeout=300)
+    ended["max_steps=0"] = (process.returncode, out, err)
+    for told, (code, out, err) in ended.items():
+        assert code == 2, (told, out, err)
         assert told in err
         assert err.startswith("error: ")
         assert len(err.splitlines()) == 1
