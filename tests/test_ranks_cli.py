@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def start(*argv: object, **options) -> subprocess.Popen:
-    """A Python process in the root, its output caught."""
+    """A Python process in the root, its output caught; Ctrl-C reaches it even where the shell
+    ignores it, as for a job in the background."""
+    options["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     command = [sys.executable, *map(str, argv)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, **{"env": ENV, **pipes, **options})
