@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 from unittest import mock
@@ -217,4 +218,28 @@ def test_the_command_without_streams(tiny_argv, tmp_path, plain):
         sys.stdin = sys.stdout = sys.stderr = None
 
     assert train(tiny_argv(tmp_path / "run", **ALONE), before=patch) == 0
+    assert bits(tmp_path / "run", 8) == bits(plain, 8)
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["hung up", "nohup"])
+def test_a_terminal_that_is_closed(ignored, tiny_argv, tmp_path, plain):
+    """SIGHUP and a stdout that fails: saved, and 129; under nohup it goes on to the end."""
+    argv = tiny_argv(tmp_path / "run", **ALONE)
+
+    def patch() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        inner = training.run.take_step
+
+        def take_step(run, batches):
+            if run.state.step == 4:
+                os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+                os.kill(os.getpid(), signal.SIGHUP)
+            inner(run, batches)
+
+        training.run.take_step = take_step
+
+    assert train(argv, before=patch) == (0 if ignored else 128 + signal.SIGHUP)
+    if not ignored:
+        assert verified(tmp_path / "run")[-1] in (4, 5)
+        assert train(argv) == 0
     assert bits(tmp_path / "run", 8) == bits(plain, 8)
