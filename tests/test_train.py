@@ -251,26 +251,30 @@ def test_loss_and_gradient_norm_do_not_depend_on_micro_batches(train_tiny, tmp_p
 
 @pytest.mark.parametrize("windows", ["packed", "document"])
 def test_validation_hides_documents_from_each_other_too(
-    train_tiny, short_documents, tmp_path, windows
+    train_tiny, short_documents, tmp_path, monkeypatch, windows
 ):
-    """The loss that is logged is that of each document alone, as far as a packed row holds it."""
-    train_tiny(
-        tmp_path, **short_documents, windows=windows, document_mask=True, eval_windows=0, lr=0.1
-    )
+    """The loss that is logged is that of each document alone, as far as a packed row holds it; so
+    are the losses of the report's passage, which is the first row."""
+    monkeypatch.setattr("training.observer.try_report", lambda *_: True)
+    options = {"windows": windows, "document_mask": True, "eval_windows": 0, "lr": 0.1}
+    train_tiny(tmp_path, **short_documents, **options, report=True, context_length=64)
     config = from_json((tmp_path / "run.json").read_text())
     model = load_for_sampling(tmp_path, "latest", torch.device("cpu"))[0]
-    total, count = 0.0, 0
-    rows = Windows(prepared_folder(config.data), "val", 16, windows, document_mask=True)
+    total, count, first_row = 0.0, 0, []
+    rows = Windows(prepared_folder(config.data), "val", 64, windows, document_mask=True)
     for i in range(len(rows)):
         tokens, targets, documents = map(torch.from_numpy, rows.pair(i))
         for number in documents.unique():
             mine = (documents == number) & (targets != IGNORE_INDEX)
             if mine.any():
-                loss = model(tokens[mine][None], targets[mine][None], reduction="sum")
-                total += loss.item()
+                losses = model(tokens[mine][None], targets[mine][None], reduction="none")[0]
+                total += losses.sum().item()
                 count += int(mine.sum())
+                first_row += losses.tolist() if i == 0 else []
     assert metrics(tmp_path, "val_loss")[8] == pytest.approx(total / count, abs=1e-5)
-    assert (rows.pair(1)[2] > 0).any()
+    assert (rows.pair(0)[2] > 0).any()
+    last = json.loads((tmp_path / "snapshots.jsonl").read_text().splitlines()[-1])
+    assert [loss for _, loss, _ in last["passage"]] == pytest.approx(first_row, abs=6e-4)
 
 
 @pytest.mark.parametrize(
