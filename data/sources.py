@@ -200,8 +200,10 @@ def _validating(source: Source) -> Source:
 def open_source(spec: str, stdin_file: Path | None = None, option: str = "data.source") -> Source:
     """The source of a name. Raises ConfigError if there is nothing to read, or it is a mix-up."""
     if spec.startswith("hub:"):
-        parse_hub(spec)
-        return Source(spec, Path(), ())
+        name, subset, split = parse_hub(spec)
+        plain = "/".join(filter(None, (f"hub:{name}", subset)))
+        own = f"its own validation split, if it has one: --val_source={plain}@validation"
+        return Source(spec, Path(), (), (f"reads the split {split} alone; {own}",))
     if spec == STDIN:
         if stdin_file is None:
             raise ConfigError(f"{option}=-: standard input can be read only once: prepare it")

@@ -917,6 +917,14 @@ def test_standard_input_is_a_text(work, monkeypatch):
     assert "nothing came" in refusal(config)
 
 
+def test_json_lines_on_standard_input_are_documents(work, monkeypatch):
+    raw = "".join(json.dumps({"text": f"Story {i}.", "url": "u"}) + "\n" for i in range(60))
+    for content in (raw.encode(), gzip.compress(raw.encode())):
+        monkeypatch.setattr("sys.stdin", Stdin(content))
+        meta = read_meta(prepared(options(work, "-")))
+        assert sum(meta.documents.values()) == 60
+
+
 def test_a_file_where_prepared_data_should_go_is_a_mistake(work, command):
     file = work / "mine.txt"
     file.write_text("mine")

@@ -504,6 +504,13 @@ def test_a_hub_dataset_is_streamed(hub, spec, asked):
     assert hub.asked == [asked]
 
 
+def test_of_a_hub_dataset_one_split_alone_is_read_and_that_is_said():
+    for spec, split in {"hub:owner/name": "train", "hub:owner/name@test": "test"}.items():
+        (note,) = open_source(spec).notes
+        assert f"the split {split} alone" in note
+        assert "--val_source=hub:owner/name@validation" in note
+
+
 @pytest.mark.parametrize("spec", ["hub:", "hub:a//b", "hub:a/b/c/d", "hub:/x"])
 def test_other_spellings_are_refused(spec):
     assert "hub:OWNER/NAME" in refusal(spec)
