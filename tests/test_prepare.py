@@ -567,6 +567,24 @@ def test_a_source_that_changes_meanwhile_is_refused(work, monkeypatch):
     assert "".join(texts_of(prepared(options(work)))) == TEXT
 
 
+def test_what_was_read_of_two_versions_is_not_continued(work, monkeypatch):
+    texts = work / "texts"
+    texts.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (texts / name).write_text(TEXT)
+    monkeypatch.setattr(encode, "TASK_CHARACTERS", 1)
+
+    def change(*arguments):
+        (texts / "b.txt").write_text(TEXT.replace("Line", "Lime"))
+        return encode.encode_task(*arguments)
+
+    monkeypatch.setattr(build, "encode_task", change)
+    assert "changed meanwhile" in refusal(options(work, texts))
+    monkeypatch.setattr(build, "encode_task", encode.encode_task)
+    (texts / "b.txt").write_text(TEXT)
+    assert "Lime" not in "".join(texts_of(prepared(options(work, texts))))
+
+
 def test_several_at_once_prepare_it_once(work):
     config = options(work, tokenizer="bpe:400")
     running = [
@@ -662,9 +680,14 @@ def test_a_journal_that_a_kill_has_torn_is_read_up_to_there(reference, tmp_path,
     *whole, last = journal.read_bytes().splitlines(keepends=True)
     torn = b"\0" * 300 if cut is None else last[:cut]
     journal.write_bytes(b"".join(whole) + torn)
-    rest = encode_until(monkeypatch, 10**6)
+    encode_until(monkeypatch, 12)
+    with pytest.raises(Killed):
+        prepared(config, shard_bytes=SHARD)
+    lines = journal.read_bytes().splitlines()
+    assert len(lines) > len(whole) > 0
+    assert all(json.loads(line) for line in lines)
+    encode_until(monkeypatch, 10**6)
     assert content(prepared(config, shard_bytes=SHARD)) == content(folder)
-    assert whole and len(rest) > 0
 
 
 def test_the_journal_is_appended_and_not_written_anew(reference, tmp_path, monkeypatch):
@@ -689,6 +712,13 @@ def test_what_a_killed_pipe_left_is_deleted(work, monkeypatch):
     (root / ".stdin-1").write_text("left")
     with (root / ".stdin-2").open("wb") as other:  # another process reads its own
         assert try_lock(other) == "locked"
+
+        def encode_task(*arguments):
+            with (root / f".stdin-{os.getpid()}").open("ab") as own:
+                assert try_lock(own) == "held"
+            return encode.encode_task(*arguments)
+
+        monkeypatch.setattr(build, "encode_task", encode_task)
         monkeypatch.setattr("sys.stdin", Stdin(TEXT.encode()))
         folder = prepared(options(work, "-"))
     assert sorted(leftovers(root)) == sorted([".stdin-2", folder.name])
