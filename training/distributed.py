@@ -10,10 +10,12 @@ import contextlib
 import ctypes
 import json
 import os
+import queue
 import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -111,7 +113,7 @@ class Ranks:
                     raise
             else:
                 self._poll({0: key}, what)
-                answer = json.loads(self.store.get(key))
+                answer = json.loads(self._ask(lambda: self.store.get(key), self.timeout))
                 if "exit_code" in answer:
                     raise SystemExit(answer["exit_code"])  # rank 0 says why
             return answer["result"]
@@ -140,18 +142,44 @@ class Ranks:
         """Wait until each rank has posted its key. Raises LostRank for one that has gone silent."""
         seen = {rank: (-1, time.monotonic()) for rank in keys}  # (beats, when they last grew)
         pause = 0.001  # most waits are short
+
+        def look() -> dict[int, int | None]:
+            missing = [rank for rank, key in keys.items() if not self.store.check([key])]
+            gone = [rank for rank in missing if self.store.check([f"gone/{rank}"])]
+            return {rank: None if rank in gone else self._beats(rank) for rank in missing}
+
         with self.waiting(what):
-            while missing := [r for r, key in keys.items() if not self.store.check([key])]:
-                for rank in missing:
-                    if self.store.check([f"gone/{rank}"]):
+            while missing := self._ask(look, self.timeout):
+                for rank, beats in missing.items():
+                    now = time.monotonic()
+                    if beats is None:
                         raise LostRank(self._lost([rank], what, "it has ended with an error"))
-                    beats, now = self._beats(rank), time.monotonic()
                     if beats != seen[rank][0]:
                         seen[rank] = beats, now
                     elif now - seen[rank][1] > self.timeout:
                         raise LostRank(self._lost([rank], what, "no sign of life"))
                 time.sleep(pause)
                 pause = min(2 * pause, POLL_SECONDS)
+
+    def _ask(self, query: Callable[[], Any], limit: float) -> Any:
+        """The result of `query`, which asks the store, in a thread of its own: where the network is
+        gone, torch would wait for the answer for ever."""
+        answers: queue.SimpleQueue = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put((query(), None))
+            except Exception as error:
+                answers.put((None, error))
+
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            answer, error = answers.get(timeout=limit)
+        except queue.Empty:
+            raise dist.DistNetworkError(f"the store gave no answer in {limit:g} s") from None
+        if error is not None:
+            raise error
+        return answer
 
     def _beats(self, rank: int) -> int:
         return self.store.add(f"alive/{rank}", 0)
@@ -201,13 +229,17 @@ class Ranks:
 
     def _silent_ranks(self) -> list[int]:
         """The ranks that give no sign of life now, though they have not given up themselves."""
-        try:
+
+        def look() -> list[int]:
             self.store.set(f"gave-up/{self.rank}", "1")
             others = [rank for rank in range(self.world) if rank != self.rank]
             before = {rank: self._beats(rank) for rank in others}
             time.sleep(SILENCE_SECONDS)
             silent = [rank for rank in others if self._beats(rank) == before[rank]]
             return [rank for rank in silent if not self.store.check([f"gave-up/{rank}"])]
+
+        try:
+            return self._ask(look, 2 * SILENCE_SECONDS)
         except RuntimeError:  # the store's host is gone too
             return []
 
@@ -221,7 +253,7 @@ class Ranks:
             self.pulse.stop()
         if self.store is not None and failed:
             with contextlib.suppress(RuntimeError):  # the store's host has gone: nobody waits
-                self.store.set(f"gone/{self.rank}", "1")
+                self._ask(lambda: self.store.set(f"gone/{self.rank}", "1"), SILENCE_SECONDS)
         if self.store is None or not dist.is_initialized():
             return
         if not (failed and dist.get_backend() == "nccl"):
