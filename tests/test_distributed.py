@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -182,7 +183,7 @@ def test_nccl_is_left_in_order_only_if_all_is_well(monkeypatch, backend, failed,
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: destroyed.append(1))
-    Ranks(0, 2, store=object()).close(failed=failed)
+    Ranks(0, 2, store=mock.Mock()).close(failed=failed)
     assert len(destroyed) == left
 
 
