@@ -233,11 +233,14 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def check_finite(path: Path) -> None:
-    """Raise DamagedCheckpoint if a safetensors file holds inf or nan; one tensor at a time."""
-    with safetensors.safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 (not a dict)
-            if not all_finite([file.get_tensor(name)]):
-                raise DamagedCheckpoint(f"{path}: {name} is not finite (inf or nan)")
+    """Raise DamagedCheckpoint if a file holds inf or nan, one tensor at a time, or no tensors."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                if not all_finite([file.get_tensor(name)]):
+                    raise DamagedCheckpoint(f"{path}: {name} is not finite (inf or nan)")
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
