@@ -136,14 +136,14 @@ def continuations(
     """(sample number from 0, new text), interleaved, until every sample has ended.
 
     A prompt longer than the context is said. Raises ConfigError, at once, for characters that the
-    tokenizer does not know.
+    tokenizer does not know and for ids that the model does not know.
     """
     import torch
 
     from data.tokenizer import StreamDecoder, prompt_ids
     from model.generate import generate
 
-    ids, first, skip = prompt_ids(tokenizer, prompt, options.special)
+    ids, first, skip = prompt_ids(tokenizer, prompt, model.config.vocab_size, options.special)
     device, context = next(model.parameters()).device, model.config.context_length
     if len(ids) > context:
         print(

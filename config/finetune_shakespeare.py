@@ -22,7 +22,7 @@ config = Config(
     optim=OptimConfig(optimizer="adamw", lr=3e-5, weight_decay=0.0),
     schedule=ScheduleConfig(schedule="wsd", warmup_steps=5, decay_fraction=0.5),
     run=RunConfig(
-        init_from="HuggingFaceTB/SmolLM2-135M",
+        init_from="hub:HuggingFaceTB/SmolLM2-135M",
         max_steps=50,
         eval_interval=25,
         eval_windows=32,

@@ -33,7 +33,7 @@ class DataConfig:
     ] = "stdlib"
     tokenizer: Annotated[
         str,
-        "char, byte, bpe:N, a tiktoken encoding (gpt2, cl100k_base, ...), hf:FOLDER, or ids:N (the "
+        "char, byte, bpe:N, a tiktoken encoding (gpt2, cl100k_base, ...), hf:FOLDER, run:RUN, or ids:N (the "
         "source holds ids)",
         "fixed",
     ] = "bpe:4096"
@@ -113,7 +113,7 @@ def tokenizer_problems(name: str) -> list[str]:
     """What is wrong with a tokenizer's name."""
     if name in ("char", "byte", *TIKTOKEN_NAMES):
         return []
-    if re.fullmatch(r"hf:.+", name):
+    if re.fullmatch(r"(hf|run):.+", name):
         return []
     if name.startswith("ids"):
         size = re.fullmatch(r"ids:(\d{1,9})", name)
@@ -128,7 +128,7 @@ def tokenizer_problems(name: str) -> list[str]:
             f"data.tokenizer={name}: bpe:N needs a vocabulary size N from {SMALLEST_BPE} to "
             f"{LARGEST_BPE}, such as bpe:4096"
         ]
-    known = ("char", "byte", "bpe:N", "ids:N", "hf:FOLDER", *TIKTOKEN_NAMES)
+    known = ("char", "byte", "bpe:N", "ids:N", "hf:FOLDER", "run:RUN", *TIKTOKEN_NAMES)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     return [f"data.tokenizer={name} is unknown{hint}: use one of {', '.join(known)}"]

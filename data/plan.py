@@ -14,7 +14,7 @@ from data.readers import How, form_of
 from data.sources import Read, Source
 from data.split import Split, is_chosen, resolve_split
 from data.text import Piece
-from data.vocabulary import Tokenizer, char_tokenizer, code_points
+from data.vocabulary import Tokenizer, char_tokenizer, code_points, unknown_characters
 
 SAMPLE_BYTES = 32 << 20  # of text that a BPE is trained on
 SAMPLE_SPAN = 16  # the sample is spread over so many times its size
@@ -60,7 +60,22 @@ def make_plan(
             option = "data.val_source" if source.validates else "data.source"
             raise ConfigError(f"{option}={source.spec} holds no text, or white space alone")
         splits.append(_split(config, source, how))
-    return Plan(config, sources, [weight for weight in weights if weight], splits, tokenizer)
+    plan = Plan(config, sources, [weight for weight in weights if weight], splits, tokenizer)
+    if tokenizer is not None and tokenizer.name == "char":
+        _check_characters(plan, tokenizer)
+    return plan
+
+
+def _check_characters(plan: Plan, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError naming every character of the text that a run's tokenizer does not know."""
+    counts = np.zeros(0x110000, dtype=np.int64)
+    for source in plan.sources:
+        for piece in () if source.holds_ids else plan.pieces(source):
+            counts += np.bincount(code_points(piece.text), minlength=len(counts))
+    found = {chr(code): int(counts[code]) for code in np.flatnonzero(counts)}
+    alphabet = b"".join(tokenizer.table).decode("utf-8")
+    if set(found) - set(alphabet):
+        raise unknown_characters(found, alphabet)
 
 
 def _split(config: DataConfig, source: Source, how: How) -> Split:

@@ -103,16 +103,18 @@ def _what_matters(config: DataConfig) -> list:
 
 def _identity(name: str, ready: Tokenizer | None) -> str:
     """What a tokenizer does: by name if that says it all, else by the content of its files."""
-    if name.startswith("hf:") and ready is not None:
+    if ready is not None:
         files = {file: text for file, text in ready.files.items() if file != FILE}  # it has a path
         does = [sorted(files.items()), ready.eot, ready.bos]
+        if name.startswith("run:"):  # of any kind
+            does.append(list(ready.table))
         return hashlib.sha256(repr(does).encode()).hexdigest()
     return name + SPLIT_PATTERN if name.startswith("bpe:") else name
 
 
 def _ready(config: DataConfig) -> Tokenizer | None:
     """The tokenizer, if only its files say what it is."""
-    if not config.tokenizer.startswith("hf:"):
+    if not config.tokenizer.startswith(("hf:", "run:")):
         return None
     try:
         return ready_tokenizer(config.tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from data import bpe, pretrained
@@ -14,6 +15,7 @@ from data.vocabulary import FILE, Tokenizer, byte_tokenizer, char_tokenizer, ids
 __all__ = [
     "StreamDecoder",
     "Tokenizer",
+    "check_ids",
     "load_tokenizer",
     "prompt_ids",
     "ready_tokenizer",
@@ -34,7 +36,19 @@ def ready_tokenizer(name: str) -> Tokenizer | None:
         return ids_tokenizer(int(name.removeprefix("ids:")))
     if name.startswith("hf:"):
         return pretrained.hf_from_folder(name.removeprefix("hf:"))
+    if name.startswith("run:"):
+        return load_tokenizer(_folder_of_run(name.removeprefix("run:")))
     return pretrained.tiktoken_by_name(name)
+
+
+def _folder_of_run(run: str) -> Path:
+    """The tokenizer's folder in a checkpoint, or in the newest one of a run: all have the same."""
+    path = Path(run).expanduser()
+    steps = sorted(path.glob("checkpoints/step-*/tokenizer"), key=lambda p: (len(str(p)), str(p)))
+    found = [folder for folder in (path / "tokenizer", *steps) if (folder / FILE).is_file()]
+    if not found:
+        raise ConfigError(f"data.tokenizer=run:{run}: no checkpoint with a tokenizer there")
+    return found[-1]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -73,6 +87,15 @@ def _text(folder: Path, name: str) -> str:
     return (folder / name).read_text(encoding="utf-8")
 
 
+def check_ids(ids: Sequence[int], n_ids: int, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError for an id that a model of n_ids ids does not know."""
+    if ids and max(ids) >= n_ids:
+        raise ConfigError(
+            f"the text has id {max(ids)}, the model knows {n_ids} ids: the tokenizer "
+            f"{tokenizer.name} ({tokenizer.vocab_size} ids) is another model's"
+        )
+
+
 def start_ids(tokenizer: Tokenizer) -> list[int]:
     """What an empty prompt starts from: the document start, the end-of-text, a newline or id 0."""
     if tokenizer.bos:
@@ -83,7 +106,7 @@ def start_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def prompt_ids(
-    tokenizer: Tokenizer, prompt: str, special: bool = False
+    tokenizer: Tokenizer, prompt: str, n_ids: int, special: bool = False
 ) -> tuple[list[int], list[int], int]:
     """How to continue a prompt: its ids, the ids that may come first, and how many characters of
     the prompt those spell again; ([...], [], 0) where any id may come.
@@ -92,16 +115,18 @@ def prompt_ids(
     joined to one. A prompt that ends in white space is therefore taken back to the token before,
     and goes on with a token that begins with this white space.
 
-    special: whether the text of special tokens in the prompt stands for them.
+    n_ids: how many ids the model knows. special: whether the text of special tokens in the prompt
+    stands for them. Raises ConfigError for an id that the model does not know.
     """
     ids, bos = tokenizer.encode(prompt, special), list(tokenizer.bos)
     if not ids:
-        return start_ids(tokenizer), [], 0
+        ids, bos = start_ids(tokenizer), []
     if special and ids[: len(bos)] == bos:  # typed already
         bos = []
+    check_ids(bos + ids, n_ids, tokenizer)
     last = tokenizer.bytes_of(ids[-1])
     if len(ids) > 1 and last and not last.strip(b" \t\n"):
-        longer = [i for i, piece in enumerate(tokenizer.table) if piece.startswith(last)]
+        longer = [i for i, piece in enumerate(tokenizer.table[:n_ids]) if piece.startswith(last)]
         if len(longer) > 1:
             return bos + ids[:-1], longer, len(last)
     return bos + ids, [], 0

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def char_tokenizer(alphabet: str, with_eot: bool) -> Tokenizer:
     def encode(text: str) -> np.ndarray:
         ids = id_of[code_points(text)]
         if (ids < 0).any():
-            raise unknown_characters(text, alphabet)
+            raise unknown_characters(Counter(text), alphabet)
         return ids
 
     return Tokenizer(
@@ -203,13 +204,17 @@ def code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
 
 
-def unknown_characters(text: str, alphabet: str) -> ConfigError:
-    """The error for characters that a char tokenizer has never seen."""
-    unknown = sorted(set(text) - set(alphabet))
-    shown = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in unknown[:10])
+def unknown_characters(counts: Mapping[str, int], alphabet: str) -> ConfigError:
+    """The error for characters that a char tokenizer has never seen. counts: of a text."""
+    unknown = sorted(set(counts) - set(alphabet))
+    shown = ", ".join(f"{c!r} (U+{ord(c):04X}) {_times(counts[c])}" for c in unknown[:10])
     more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
     return ConfigError(
         f"the char tokenizer does not know {shown}{more}: its {len(alphabet)} characters are "
         f"{alphabet[:60]!r}{'...' if len(alphabet) > 60 else ''}; leave the unknown ones out, or "
         "train with --tokenizer=byte or bpe:N, which know every character"
     )
+
+
+def _times(n: int) -> str:
+    return "once" if n == 1 else f"{n:,} times"

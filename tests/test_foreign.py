@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -98,7 +99,7 @@ def their_ids(folder: Path, prompt: str, **options) -> list[int]:
 
 def our_ids(folder: Path, prompt: str) -> list[int]:
     model, tokenizer = load_for_sampling(folder, "", torch.device("cpu"))
-    ids, first, _ = prompt_ids(tokenizer, prompt)
+    ids, first, _ = prompt_ids(tokenizer, prompt, 999)
     settings = SamplingConfig(temperature=0.0, max_new_tokens=40)
     new = generate(
         model,
@@ -215,8 +216,8 @@ def test_a_document_starts_with_what_transformers_puts_before_a_text(kind, tmp_p
     given = theirs(PROMPT)["input_ids"]
     before = given[: next(i for i in range(9) if given[i : i + len(plain)] == plain)]
     assert list(tokenizer.bos) == before
-    assert prompt_ids(tokenizer, PROMPT)[0] == [*before, *plain]
-    assert prompt_ids(tokenizer, PROMPT + " ")[0][: len(before)] == before
+    assert prompt_ids(tokenizer, PROMPT, 999)[0] == [*before, *plain]
+    assert prompt_ids(tokenizer, PROMPT + " ", 999)[0][: len(before)] == before
     assert start_ids(tokenizer) == (before or [tokenizer.eot])
 
 
@@ -408,8 +409,8 @@ def test_the_text_of_special_tokens_is_text_to_every_kind(kind, tmp_path):
         expected = library.encode("a cat </s> cat", add_special_tokens=False).ids
         assert found.encode("a cat </s> cat", special=True) == expected
         assert expected.count(found.special["</s>"]) == 1
-        assert prompt_ids(found, "a cat </s> cat", special=True)[0] == expected
-        assert prompt_ids(found, "a cat </s> cat")[0] != expected
+        assert prompt_ids(found, "a cat </s> cat", 999, special=True)[0] == expected
+        assert prompt_ids(found, "a cat </s> cat", 999)[0] != expected
 
 
 @pytest.mark.parametrize("kind", ["word_level", "whole_words", "unigram"])
@@ -464,3 +465,128 @@ def test_holes_are_never_drawn(tmp_path):
     assert len(set(drawn.flatten().tolist())) > 20
     named = replace(byte_tokenizer(), table=[*byte_tokenizer().table, b"", b""])
     assert named.unused_ids(260) == [257, 258, 259]  # the end-of-text is a token
+
+
+# A model and a tokenizer that do not belong together
+
+
+def test_an_id_beyond_the_embedding_is_refused_with_both_numbers(tmp_path, command):
+    folder = model_folder(tmp_path / "model", None)
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 270}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:270].clone()
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    largest = max(load_tokenizer(folder).encode(PROMPT))
+    assert largest >= 270
+    (tmp_path / "text.txt").write_text(PROMPT)
+    for main, argv in (
+        (sample.main, [f"--prompt={PROMPT}"]),
+        (sample.main, ["--prompt="]),  # starts from the end-of-text, 288
+        (tools.evaluate.main, [f"--source={tmp_path / 'text.txt'}"]),
+        (tools.attention.main, [f"--prompt={PROMPT}", f"--out={tmp_path / 'page.html'}"]),
+    ):
+        code, out, err = command(main, folder, *argv)
+        assert (code, out) == (2, "")
+        assert str(largest if argv != ["--prompt="] else EOT_ID) in err and "270" in err
+    # What it does know is continued, and no id is looked for that it does not know.
+    assert command(sample.main, folder, "--prompt=x ", "--max_new_tokens=3")[0] == 0
+
+
+# Starting from a run of one's own
+
+
+@pytest.fixture(scope="module", params=["char", "bpe:270", "byte"])
+def own_run(request, train_tiny, tmp_path_factory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("own") / "first"
+    assert train_tiny(folder, tokenizer=request.param, max_steps=2) == 0
+    return folder, request.param
+
+
+def new_text(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "new.txt").write_text(text, encoding="utf-8")
+    return tmp_path / "new.txt"
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_run_brings_its_tokenizer_and_the_same_command_resumes(
+    own_run, typed, train_tiny, tmp_path, capsys
+):
+    run, name = own_run
+    options = {"init_from": run, "source": new_text(tmp_path, "def f1(x):\n    return x\n" * 60)}
+    options |= {"prepared_dir": tmp_path / "prepared", "max_steps": 2}
+    options["tokenizer"] = name if typed else "bpe:4096"  # the default
+    out = tmp_path / "tuned"
+    assert train_tiny(out, **options) == 0
+    assert (
+        load_tokenizer(out / "checkpoints/step-2/tokenizer").table
+        == load_tokenizer(next(run.glob("checkpoints/step-*")) / "tokenizer").table
+    )
+    capsys.readouterr()
+    assert train_tiny(out, **options) == 0
+    assert "finished at step 2" in capsys.readouterr().out
+    assert train_tiny(out, **{**options, "max_steps": 4}) == 0
+
+
+def test_another_tokenizer_than_the_runs_is_refused(own_run, tiny_argv, tmp_path, command):
+    import train
+
+    run, name = own_run
+    for other in {"char", "bpe:300", "byte"} - {name}:
+        argv = tiny_argv(tmp_path / "x", init_from=run, tokenizer=other)
+        code, _, err = command(train.main, *argv)
+        assert code == 2
+        assert f"data.tokenizer={other}" in err and "leave --tokenizer out" in err
+        if other != "byte":  # nothing was made from the text to find out
+            assert name in err and f"run:{run}" in err
+
+
+def test_characters_that_the_run_does_not_know_are_named_and_counted(
+    train_tiny, trained_once, tiny_argv, tmp_path, command
+):
+    import train
+
+    text = new_text(tmp_path, "def é(ï):\n    return ï\n" * 50)
+    argv = tiny_argv(tmp_path / "x", init_from=trained_once, source=text, tokenizer="char")
+    code, _, err = command(train.main, *argv)
+    assert code == 2
+    assert "'é' (U+00E9) 50 times" in err and "'ï' (U+00EF) 100 times" in err
+
+
+def test_a_run_names_a_tokenizer_of_the_data(own_run, tmp_path):
+    run, _ = own_run
+    tokenizer = ready_tokenizer(f"run:{run}")
+    assert ready_tokenizer(f"run:{run}/checkpoints/step-2").table == tokenizer.table
+    assert load_tokenizer(run / "checkpoints/step-2/tokenizer").table == tokenizer.table
+    with pytest.raises(ConfigError, match=f"data.tokenizer=run:{tmp_path}"):
+        ready_tokenizer(f"run:{tmp_path}")
+
+
+# Names that are mistyped
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("out/smal", "did you mean out/small?"),
+        ("out/small2", "did you mean out/small?"),
+        ("small", "did you mean out/small?"),
+        ("some/model", "hub:some/model"),
+        ("xyzzy", "xyzzy: there is no such folder"),
+    ],
+)
+def test_a_mistyped_run_is_never_looked_for_on_the_network(
+    typed, hint, tmp_path, monkeypatch, command
+):
+    import huggingface_hub
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out/small/checkpoints").mkdir(parents=True)
+    (tmp_path / "out/smalt").mkdir()  # no run
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    code, out, err = command(sample.main, typed)
+    assert (code, out) == (2, "")
+    assert hint in err
+    if "small" in typed:
+        assert "smalt" not in err

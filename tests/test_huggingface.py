@@ -435,8 +435,8 @@ def test_a_hub_name_without_a_network_is_one_line(monkeypatch):
         raise ConnectionError(f"no route to {name}\nand a long story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
-    with pytest.raises(ConfigError, match="some/model: there is no such folder") as raised:
-        find_weights("some/model")
+    with pytest.raises(ConfigError, match="hub:some/model: ") as raised:
+        find_weights("hub:some/model")
     assert len(str(raised.value).splitlines()) == 1
 
 
@@ -447,7 +447,7 @@ def test_a_hub_name_is_fetched_once_and_then_a_folder(theirs, monkeypatch):
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda name, **_: calls.append(name) or str(folder)
     )
-    assert find_weights("some/model").config == read_folder(folder)[0]
+    assert find_weights("hub:some/model").config == read_folder(folder)[0]
     assert calls == ["some/model"]
 
 

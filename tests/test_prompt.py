@@ -22,7 +22,7 @@ def words():
 
 @pytest.mark.parametrize(("prompt", "kept"), [("def ", "def"), ("    return ", "    return")])
 def test_a_lone_space_at_the_end_is_taken_back(words, prompt, kept):
-    ids, first, skip = prompt_ids(words, prompt)
+    ids, first, skip = prompt_ids(words, prompt, 300)
     assert words.decode(ids) == kept
     assert skip == 1
     assert {words.table[i] for i in first} == {p for p in words.table if p.startswith(b" ")}
@@ -30,16 +30,16 @@ def test_a_lone_space_at_the_end_is_taken_back(words, prompt, kept):
 
 @pytest.mark.parametrize("prompt", ["def", "def main(", " ", ""])
 def test_other_prompts_stay_as_they_are(words, prompt):
-    assert prompt_ids(words, prompt) == (words.encode(prompt) or start_ids(words), [], 0)
+    assert prompt_ids(words, prompt, 300) == (words.encode(prompt) or start_ids(words), [], 0)
 
 
 @pytest.mark.parametrize("tokenizer", [byte_tokenizer(), char_tokenizer(" def", False)])
 def test_where_no_token_is_longer_nothing_changes(tokenizer):
-    assert prompt_ids(tokenizer, "def ") == (tokenizer.encode("def "), [], 0)
+    assert prompt_ids(tokenizer, "def ", 300) == (tokenizer.encode("def "), [], 0)
 
 
 def test_the_characters_are_not_spelled_twice(words):
-    ids, first, skip = prompt_ids(words, "def ")
+    ids, first, skip = prompt_ids(words, "def ", 300)
     token = next(i for i in first if len(words.table[i]) > 2)
     decoder = StreamDecoder(words, skip)
     assert decoder.push(token) == words.table[token].decode()[1:]

@@ -141,7 +141,8 @@ def test_the_best_is_sampled_unless_another_is_named(trained, sampled):
 def test_a_checkpoint_that_is_not_there_is_one_line(refused, tmp_path):
     assert "which=5: " in refused("--which=5")
     assert "4, 8 and best (step 8)" in refused("--which=nose")
-    assert "no checkpoint there" in refused(run=tmp_path / "nowhere")
+    assert "there is no such folder" in refused(run=tmp_path / "nowhere")
+    assert "no checkpoint there" in refused(run=tmp_path)
     told = refused("--temperature", "0", run="").splitlines()
     assert len(told) == 1
 

@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
 
     import torch
 
+    from data.tokenizer import check_ids
     from training.report import check_page
     from training.weights import load_for_sampling
 
@@ -58,6 +59,7 @@ def main(argv: list[str]) -> int:
         check_page(Path(options.out))
     model, tokenizer = load_for_sampling(Path(run), options.which, torch.device("cpu"))
     ids = [*tokenizer.bos, *tokenizer.encode(options.prompt)]
+    check_ids(ids, model.config.vocab_size, tokenizer)
     shown = ids[: min(options.tokens, model.config.context_length)]
     if not shown:
         raise ConfigError(f"prompt={options.prompt!r}: no token in it")

@@ -246,12 +246,11 @@ def score(
     import torch
 
     from data.shards import documents_of
+    from data.tokenizer import check_ids
     from model.loss import IGNORE_INDEX
     from training.evaluate import Evaluation
 
-    if max(ids) >= model.config.vocab_size:
-        known = f"the model knows {model.config.vocab_size} ids"
-        raise ConfigError(f"the text has id {max(ids)}, {known}: the tokenizer is another model's")
+    check_ids(ids, model.config.vocab_size, tokenizer)
     text, device = torch.tensor(ids), next(model.parameters()).device
     targets_of = text.masked_fill(torch.isin(text, torch.tensor(tokenizer.between)), IGNORE_INDEX)
     # The number of each target's document, which its token is seen with.

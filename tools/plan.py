@@ -128,10 +128,10 @@ def vocabulary(config: Config) -> tuple[int, Meta | None, str]:
     sizes = {"byte": 257, **TIKTOKEN_SIZES}
     if name in sizes:
         return sizes[name], None, ""
-    if name.startswith("hf:"):
-        from data.pretrained import hf_from_folder
+    if name.startswith(("hf:", "run:")):
+        from data.tokenizer import ready_tokenizer
 
-        return hf_from_folder(name.removeprefix("hf:")).vocab_size, None, ""
+        return ready_tokenizer(name).vocab_size, None, ""
     size = config.model.vocab_size or 128
     return size, None, f"vocabulary of {size} assumed: it is known once the data is prepared"
 

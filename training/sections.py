@@ -126,7 +126,9 @@ class RunConfig:
     ] = None
     deterministic: Annotated[bool, "refuse operations that differ from run to run", "must"] = False
     init_from: Annotated[
-        str, "start from these weights: a run, checkpoint or Hugging Face folder", "fixed"
+        str,
+        "start from these weights: a run, checkpoint, Hugging Face folder or hub:OWNER/NAME",
+        "fixed",
     ] = ""
     resume: Annotated[
         Literal["auto", "must"],

@@ -26,7 +26,7 @@ LIKELIEST = 5
 def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seed: int, tokens: int) -> str:
     """The prompt continued, by a generator of its own, so that no training draw changes."""
     device = next(model.parameters()).device
-    ids, first, skip = prompt_ids(tokenizer, prompt)
+    ids, first, skip = prompt_ids(tokenizer, prompt, model.config.vocab_size)
     rng = torch.Generator(device).manual_seed(seed)
     settings = SamplingConfig(temperature=0.8, top_k=50, max_new_tokens=tokens)
     new = generate(

@@ -95,18 +95,19 @@ def open_run(
         if saved is None:
             return begin(config)
         state = newest.state if newest is not None else None
+        asked = _with_own_tokenizer(config, saved, newest)
         stepped = has_stepped(folder) if state is None else state.step > 0
-        if not stepped and is_other_recipe(saved, config):
+        if not stepped and is_other_recipe(saved, asked):
             say(f"{folder}: no step was taken in it; beginning with the recipe of this start")
             aside = newest is not None  # a checkpoint of the first weights
             return begin(replace(config, run=replace(config.run, overwrite=aside)))
-        problems = resume_problems(saved, config, can_resume=newest is not None)
+        problems = resume_problems(saved, asked, can_resume=newest is not None)
         if problems:
             raise ConfigError([f"{folder} holds a run with another recipe:", *problems])
-        going_on = resumed(saved, config)
+        going_on = resumed(saved, asked)
         open_budget(going_on.run, TrainState())
         unsaved = _unsaved_config(folder) if newest is not None else None
-        told = resume_notes(saved, config, unsaved) + _rate_notes(saved, going_on, state)
+        told = resume_notes(saved, asked, unsaved) + _rate_notes(saved, going_on, state)
         for line in told:
             say(line)
         return {"config": to_json(going_on), "checkpoint": str(newest.path) if newest else ""}
@@ -114,6 +115,17 @@ def open_run(
     found = ranks.share(look, "opening the run's folder")
     checkpoint = Path(found["checkpoint"]) if found["checkpoint"] else None
     return from_json(found["config"]), checkpoint
+
+
+def _with_own_tokenizer(config: Config, saved: Config, newest: Checkpoint | None) -> Config:
+    """The config asked for, its `char` or `bpe:N` read as what `inherit_model` made of it: the
+    tokenizer of the run that this one started from."""
+    own = saved.data.tokenizer
+    if newest is None or not own.startswith("run:") or config.data.tokenizer == own:
+        return config
+    if load_tokenizer(newest.path / "tokenizer").name != config.data.tokenizer:
+        return config
+    return replace(config, data=replace(config.data, tokenizer=own))
 
 
 def clear_folder(config: Config, ranks: Ranks, stack: contextlib.ExitStack, say: Say) -> None:
@@ -269,8 +281,8 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, say: Say) -> Config:
     if config.run.init_from and config.model.vocab_size < vocab_size:
         raise ConfigError(
             f"data.tokenizer={config.data.tokenizer}: has {vocab_size} ids, the weights in "
-            f"{config.run.init_from} know {config.model.vocab_size}: use the tokenizer that they "
-            "were trained with (--tokenizer=hf:FOLDER)"
+            f"{config.run.init_from} know {config.model.vocab_size}: leave --tokenizer out, they "
+            "bring their own (--tokenizer=hf:FOLDER or run:RUN)"
         )
     try:
         model = config.model.resolved(vocab_size)

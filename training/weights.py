@@ -5,6 +5,7 @@ They come from a run or checkpoint of ours, a Hugging Face folder, or the Huggin
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -54,13 +55,16 @@ class Weights:
 
 def find_weights(name: str | Path, which: str = "") -> Weights:
     """The weights of a run or checkpoint (`which` as for find_checkpoint), of a Hugging Face folder
-    or of a repository OWNER/NAME of the Hugging Face hub, which is fetched once. None is read yet.
+    or, as hub:OWNER/NAME, of a repository of the Hugging Face hub, which is fetched once. None is
+    read yet.
 
     Raises ConfigError if there are none, FolderError naming what the model here does not have.
     """
     path = Path(name)
-    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
-        path = _fetched(str(name))
+    if str(name).startswith("hub:"):
+        path = _fetched(str(name).removeprefix("hub:"))
+    elif not path.exists():
+        raise _nothing_there(path)
     if huggingface.is_folder(path) and not (path / MANIFEST).is_file():
         if which:
             raise ConfigError(f"which={which}: {path} is a Hugging Face folder, it has no steps")
@@ -73,6 +77,18 @@ def find_weights(name: str | Path, which: str = "") -> Weights:
     return Weights(found.path, origin, config, found.path / "tokenizer", found.model_tensors)
 
 
+def _nothing_there(path: Path) -> ConfigError:
+    """The error for a folder that is not there, with the run that is perhaps meant."""
+    beside = [folder for place in (path.parent, Path("out")) for folder in place.glob("*")]
+    runs = {str(folder) for folder in beside if (folder / "checkpoints").is_dir()}
+    close = difflib.get_close_matches(str(path), sorted(runs), n=1)
+    close = close or [run for run in sorted(runs) if Path(run).name == path.name]
+    hints = [f"did you mean {run}?" for run in close[:1]]
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        hints.append(f"a repository of the Hugging Face hub is named hub:{path}")
+    return ConfigError("; ".join([f"{path}: there is no such folder", *hints]))
+
+
 def _fetched(name: str) -> Path:
     """The folder of a hub repository, from the cache if it was fetched before."""
     try:
@@ -83,8 +99,7 @@ def _fetched(name: str) -> Path:
     except Exception as error:  # no network, no such repository, no permission, no library
         why = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"{name}: there is no such folder, and the Hugging Face hub does not give it "
-            f"({type(error).__name__}: {why})"
+            f"hub:{name}: the Hugging Face hub does not give it ({type(error).__name__}: {why})"
         ) from None
 
 
@@ -97,8 +112,7 @@ def load_for_sampling(path: Path, which: str, device: torch.device) -> tuple[GPT
 
 
 def inherit_model(config: Config, say: Say) -> Config:
-    """With `run.init_from`, the model's options come from the weights, and a Hugging Face folder's
-    tokenizer with them.
+    """With `run.init_from`, the model's options come from the weights, and the tokenizer with them.
 
     Options that were left at their defaults follow, which is said; ones that were set to something
     else than the weights have are refused. Dropout belongs to training: it is as asked. So is a
@@ -110,6 +124,9 @@ def inherit_model(config: Config, say: Say) -> Config:
     source = find_weights(config.run.init_from)
     asked, default = config.model, ModelConfig()
     problems, values, followed = [], asdict(source.config), []
+    data = replace(config.data, tokenizer=_inherited_tokenizer(config, source))
+    if data != config.data:
+        followed.append(f"tokenizer={data.tokenizer}")
     for field in fields(ModelConfig):
         name, want, has = field.name, getattr(asked, field.name), values[field.name]
         if name in DROPOUTS or want == has:
@@ -124,14 +141,42 @@ def inherit_model(config: Config, say: Say) -> Config:
     if problems:
         raise ConfigError([*problems, "leave these options out: the weights bring them"])
     say(f"weights from {source.path} ({source.origin}), the optimizer starts fresh")
-    data = config.data
-    if not source.is_ours and data.tokenizer == DataConfig().tokenizer:
-        data = replace(data, tokenizer=f"hf:{source.path}")
-        followed.append(f"tokenizer={data.tokenizer}")
     if followed:
         say(f"the weights bring {', '.join(followed)}")
     values |= {name: getattr(asked, name) for name in DROPOUTS}
     return replace(config, model=ModelConfig(**values), data=data)
+
+
+def _inherited_tokenizer(config: Config, source: Weights) -> str:
+    """`data.tokenizer` of a run that starts from these weights: theirs.
+
+    Raises ConfigError for one that would be made anew from the text. Another one by name is
+    compared with theirs when the weights are loaded.
+    """
+    asked = config.data.tokenizer
+    theirs = f"run:{config.run.init_from}" if source.is_ours else f"hf:{source.path}"
+    if asked == DataConfig().tokenizer:
+        return theirs
+    made_anew = asked == "char" or asked.startswith("bpe:")
+    if not made_anew or not _has_tokenizer(source):
+        return asked
+    known = load_tokenizer(source.tokenizer)
+    if asked != known.name:
+        raise _other_tokenizer(asked, source, known)
+    return theirs
+
+
+def _has_tokenizer(source: Weights) -> bool:
+    return source.is_ours or (source.tokenizer / "tokenizer.json").is_file()
+
+
+def _other_tokenizer(asked: str, source: Weights, known: Tokenizer) -> ConfigError:
+    theirs = f"{'run' if source.is_ours else 'hf'}:{source.path}"
+    return ConfigError(
+        f"data.tokenizer={asked}: its ids are not those that the weights in {source.path} know "
+        f"({known.name}, {known.vocab_size} ids): leave --tokenizer out, or use "
+        f"--tokenizer={theirs}"
+    )
 
 
 def load_first_weights(model: GPT, name: str, tokenizer: Tokenizer) -> None:
@@ -148,15 +193,8 @@ def load_first_weights(model: GPT, name: str, tokenizer: Tokenizer) -> None:
 
 
 def _check_tokenizer(source: Weights, tokenizer: Tokenizer) -> None:
-    with_json = (source.tokenizer / "tokenizer.json").is_file()
-    if not (source.is_ours or with_json):
+    if not _has_tokenizer(source):
         return  # the folder does not tell; that the ids are few enough, `resolve` has seen
-    trained_with = load_tokenizer(source.tokenizer)
-    if list(trained_with.table) == list(tokenizer.table) and trained_with.eot == tokenizer.eot:
-        return
-    way = f"hf:{source.tokenizer}" if with_json else trained_with.name
-    raise ConfigError(
-        f"data.tokenizer: the data's ids ({tokenizer.name}, {tokenizer.vocab_size}) are not those "
-        f"that the weights in {source.path} know ({trained_with.name}, {trained_with.vocab_size}): "
-        f"use --tokenizer={way}"
-    )
+    known = load_tokenizer(source.tokenizer)
+    if list(known.table) != list(tokenizer.table) or known.eot != tokenizer.eot:
+        raise _other_tokenizer(f"{tokenizer.name} ({tokenizer.vocab_size} ids)", source, known)
