@@ -284,10 +284,11 @@ def test_evaluation_begins_each_document_with_the_start(tmp_path):
     for single, opening in ((f"{START} $A", START_ID), (f"{END_OF_TEXT} $A", EOT_ID)):
         folder = tokenizer_folder(tmp_path / str(opening), template(single))
         tokenizer = load_tokenizer(folder)
-        ids, documents = read_ids(EvaluateOptions(source=str(source)), tokenizer)
+        ids, starts = read_ids(EvaluateOptions(source=str(source)), tokenizer)
         a, b, c = (tokenizer.encode(text) for text in DOCUMENTS[:3])
         between = [tokenizer.eot, *([START_ID] if opening == START_ID else [])]
-        assert (ids, documents) == ([opening, *a, *between, *b, *between, *c], 3)
+        assert ids == [opening, *a, *between, *b, *between, *c]
+        assert [ids[at] for at in starts] == [a[0], b[0], c[0]]
 
 
 @torch.no_grad()
@@ -312,7 +313,7 @@ def test_the_loss_of_a_text_is_that_of_transformers(tmp_path, command):
     expected = float(AutoModelForCausalLM.from_pretrained(folder)(tokens, labels=tokens).loss)
     argv = [folder, f"--source={tmp_path / 'text.txt'}", "--device=cpu"]
     said = command(tools.evaluate.main, *argv)[1]
-    assert f"{tokens.shape[1] - 1:,} scored" in said
+    assert f"scored: {tokens.shape[1] - 1:,} tokens" in said
     assert float(said.partition("loss ")[2].split()[0]) == pytest.approx(expected, abs=1e-5)
 
 
