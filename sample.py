@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from data.command import ended_by_ctrl_c, run_command
+from data.command import ended_by_ctrl_c, run_command, shown
 from data.options import ConfigError, parse_sections
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
@@ -112,10 +112,10 @@ def write_samples(
     as far as they are at Ctrl-C."""
     pieces = continuations(model, tokenizer, prompt, options, settings)
     if options.num_samples == 1 and options.stream:
-        print(prompt, end="", flush=True)
+        print(shown(prompt, sys.stdout), end="", flush=True)
         try:
             for _, text in pieces:
-                print(text, end="", flush=True)
+                print(shown(text, sys.stdout), end="", flush=True)
         finally:
             print()
         return
@@ -127,7 +127,7 @@ def write_samples(
         for number, text in enumerate(texts, start=1):
             if options.num_samples > 1:
                 print(f"--- sample {number}")
-            print(text)
+            print(shown(text, sys.stdout))
 
 
 def continuations(

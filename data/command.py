@@ -6,6 +6,7 @@ import errno
 import gc
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -150,6 +151,15 @@ def _send_nowhere(stream: TextIO) -> bool:
     os.dup2(null, number)
     os.close(null)
     return True
+
+
+def shown(text: str, stream: TextIO) -> str:
+    """The text as it is; for a terminal with control characters escaped, which it would obey."""
+    if not stream.isatty():
+        return text
+    return re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: m[0].encode("unicode_escape").decode(), text
+    )
 
 
 def make_folder(folder: Path, option: str) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,12 @@ import numpy as np
 
 from data.bpe import JSON_FILE, byte_of_character, encoding_of
 from data.options import ConfigError
-from data.vocabulary import END_OF_TEXT, FILE, Tokenizer, described
+from data.vocabulary import END_OF_TEXT, FILE, Tokenizer, described, unknown_characters
 
 RANKS_FILE = "ranks.tiktoken"  # tiktoken's form: a token in base64 and its rank on each line
 CONFIG_FILE = "tokenizer_config.json"
 NETWORK_SECONDS = 10
+MOST_HOLES = 1 << 20  # ids of a vocabulary that belong to no token
 WHITE_CHARACTERS = 1 << 17
 
 TIKTOKEN_HOST = "https://openaipublic.blob.core.windows.net/"
@@ -203,7 +205,10 @@ def hf_from_json(
     plain = _loaded(name, _without_names(tokenizer_json, special))
 
     def encode(text: str) -> np.ndarray:
-        return np.array(plain.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        try:
+            return np.array(plain.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        except Exception as error:  # a WordLevel without an unknown token
+            raise _not_encoded(name, text, table, error) from None
 
     def encode_special(text: str) -> list[int]:
         return loaded.encode(text, add_special_tokens=False).ids
@@ -221,6 +226,13 @@ def hf_from_json(
         ends=others,
         encode_special=encode_special,
     )
+
+
+def _not_encoded(name: str, text: str, table: list[bytes], error: Exception) -> ConfigError:
+    known = b"".join(table).decode("utf-8", errors="replace")
+    if set(text) - set(known):
+        return unknown_characters(Counter(text), known)
+    return ConfigError(f"tokenizer {name}: the text cannot be encoded: {error}")
 
 
 def _loaded(name: str, tokenizer_json: str):
@@ -278,7 +290,10 @@ def _table(loaded) -> list[bytes]:
     about = json.loads(loaded.to_str())
     kinds = json.dumps([about["decoder"], about["pre_tokenizer"]])
     vocabulary = loaded.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocabulary.values()) + 1)
+    n_ids = max(vocabulary.values(), default=-1) + 1
+    if n_ids > len(vocabulary) + MOST_HOLES:  # it comes from a file: nothing that large is made
+        raise ConfigError(f"{JSON_FILE}: {len(vocabulary):,} tokens, but ids up to {n_ids - 1:,}")
+    table = [b""] * n_ids
     to_bytes: Callable[[str], bytes]
     if '"ByteLevel"' in kinds:
         to_bytes = partial(_byte_level, byte_of_character())

@@ -64,24 +64,27 @@ def from_huggingface(found: Json) -> ModelConfig:
     Raises FolderError naming every feature that the model does not have.
     """
     family = found.get("model_type")
-    if family not in ARCHITECTURES:
+    if not isinstance(family, str) or family not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise FolderError(f"model_type={family}: not one of those that can be loaded: {known}")
+        raise FolderError(
+            f"model_type={_short(family)}: not one of those that can be loaded: {known}"
+        )
     problems = []
     for name, allowed in {**NOWHERE, **ALLOWED[family]}.items():
         value = found.get(name)
         if not any(value is a or (a is not None and value == a) for a in allowed):
             wanted = " or ".join(str(a) for a in allowed if a is not None) or "none"
             problems.append(f"{name}={_short(value)}: the model here has {wanted} only")
-    others = {kind for kind in found.get("layer_types") or () if kind != "full_attention"}
+    kinds = found.get("layer_types") or []
+    others = {str(k) for k in (kinds if isinstance(kinds, list) else [kinds])} - {"full_attention"}
     if others:
-        problems.append(f"layer_types: {', '.join(map(str, sorted(others)))} is not known here")
+        problems.append(f"layer_types: {_short(', '.join(sorted(others)))} is not known here")
     if family == "llama" and bool(found.get("attention_bias")) != bool(found.get("mlp_bias")):
         problems.append("attention_bias differs from mlp_bias: here all linear layers agree")
     read = {"gpt2": _read_gpt2, "llama": _read_llama, "qwen3": _read_qwen3}[family]
     try:
         config = read(found, problems)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         problems.append(f"{type(error).__name__}: {error}: a size is missing or no number")
     problems = problems or config.problems()
     if problems:

@@ -63,8 +63,9 @@ def read_config(path: Path) -> ModelConfig:
     """The ModelConfig of a folder. Raises FolderError naming what the model does not have, or if
     there are no files of weights; DamagedFolder if they are too small for it.
     """
+    about = _read_json(path / "config.json")
     try:
-        config = from_huggingface(_read_json(path / "config.json"))
+        config = from_huggingface(about)
     except FolderError as error:
         raise FolderError([f"{path}: {problem}" for problem in error.problems]) from None
     # Sizes come from a file: held against the weights before anything is allocated.
@@ -77,7 +78,24 @@ def read_config(path: Path) -> ModelConfig:
             f"{path}: config.json is of a model of {at_least:,} bytes or more, the weights have "
             f"{size:,}"
         )
+    _check_layers(path, config, about["model_type"])
     return config
+
+
+def _check_layers(path: Path, config: ModelConfig, family: str) -> None:
+    """Raise DamagedFolder for more layers than the files have tensors for: by their headers alone,
+    for with narrow layers the size of the files allows any number."""
+    first = {place_of(n, family).name for n in own_names(config, 1) if n.startswith("layers.0.")}
+    try:
+        with ExitStack() as stack:
+            held = len(_find_tensors(path, family, stack))
+    except (safetensors.SafetensorError, OSError) as error:
+        raise DamagedFolder(f"{path}: the weights cannot be read: {error}") from error
+    if config.n_layers * len(first) > held:
+        raise DamagedFolder(
+            f"{path}: config.json is of {config.n_layers:,} layers of {len(first)} tensors, the "
+            f"weights have {held:,} tensors"
+        )
 
 
 def read_tensors(path: Path, config: ModelConfig) -> dict[str, Tensor]:
@@ -112,11 +130,16 @@ def _read_tensors(path: Path, config: ModelConfig, family: str) -> dict[str, Ten
     return tensors
 
 
-def own_names(config: ModelConfig) -> list[str]:
-    """Names of the tensors of GPT(config), from the smallest model that has the same."""
-    small = {"n_heads": 1, "n_kv_heads": 1, "d_model": 2, "d_head": 2, "d_mlp": 1}
+def own_names(config: ModelConfig, n_layers: int | None = None) -> list[str]:
+    """Names of the tensors of GPT(config), or of one with another number of layers: from the
+    smallest model that has the same, a layer of which stands for all."""
+    small = {"n_heads": 1, "n_kv_heads": 1, "d_model": 2, "d_head": 2, "d_mlp": 1, "n_layers": 1}
     least = replace(config, **small, vocab_size=1, context_length=1)
-    return [name for name, _ in GPT(least).named_parameters()]
+    names = [name for name, _ in GPT(least).named_parameters()]
+    layer = [name for name in names if name.startswith("layers.0.")]
+    at, n = names.index(layer[0]), config.n_layers if n_layers is None else n_layers
+    layers = [name.replace("0", str(i), 1) for i in range(n) for name in layer]
+    return names[:at] + layers + names[at + len(layer) :]
 
 
 class Stored(NamedTuple):
@@ -146,7 +169,10 @@ def _find_tensors(path: Path, family: str, stack: ExitStack) -> dict[str, Stored
 def _weight_files(path: Path) -> list[str]:
     """Names of the files that hold the weights; several have an index."""
     if (path / INDEX).is_file():
-        files = sorted(set(map(str, _read_json(path / INDEX).get("weight_map", {}).values())))
+        weight_map = _read_json(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise DamagedFolder(f"{path / INDEX}: weight_map does not map tensors to files")
+        files = sorted(set(map(str, weight_map.values())))
         for name in files:
             # Names come from a file: nothing outside the folder is ever opened.
             if not re.fullmatch(r"[\w-][\w.-]*", name) or not (path / name).is_file():
@@ -176,7 +202,7 @@ def _check_tensors(
 def _read_json(path: Path) -> Any:
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FolderError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise FolderError(f"{path} holds no JSON object")
@@ -194,16 +220,19 @@ def write_folder(
     bos: int | None,
     eos: int | list[int] | None,
     never: Sequence[int],
+    pad: int | None = None,
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors into an existing folder.
 
     bos, eos: ids that begin and end a document; eos may be several. never: ids that belong to
-    no token; their rows are kept, and `generate` is told never to draw them.
+    no token; their rows are kept, and `generate` is told never to draw them. pad: fills up batches.
 
     Raises FolderError if no family fits, before anything is written.
     """
     about = to_huggingface(config, bos=bos, eos=eos)
     generation: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": eos}
+    if pad is not None:
+        about["pad_token_id"] = generation["pad_token_id"] = pad
     if never:
         generation["suppress_tokens"] = list(never)
     theirs = to_theirs(tensors, about["model_type"])

@@ -289,6 +289,28 @@ def test_onnx_refuses_positions_beyond_the_context(small, onnx_session):
         run_onnx(onnx_session, config, tokens, empty_past(config, 1))
 
 
+@pytest.mark.parametrize("position", ["learned", "rope"])
+def test_onnx_gives_no_logits_beyond_the_context_whatever_the_past(position, tmp_path):
+    import onnxruntime
+
+    shape = {"n_layers": 1, "n_heads": 2, "d_model": 16, "context_length": 16}
+    model = GPT(ModelConfig(**shape, position=position).resolved(20)).eval()
+    model.init_weights(1)
+    export_onnx.export_onnx(model, tmp_path)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), options)
+    for P in range(17):
+        for T in (1, 2, 5):
+            tokens, past = torch.zeros(1, T, dtype=torch.int64), empty_past(model.config, 1, P)
+            if P + T <= 16:
+                logits = run_onnx(session, model.config, tokens, past)[0]
+                assert logits.shape == (1, T, 20)
+                continue
+            with pytest.raises(Exception, match="indices element out of data bounds"):
+                run_onnx(session, model.config, tokens, past)
+
+
 def test_onnx_is_well_formed_and_made_of_tensorrt_operators(exported):
     import onnx
 

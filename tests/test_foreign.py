@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,18 +21,21 @@ import tools.attention
 import tools.evaluate
 import tools.export
 from data import bpe, prepare
+from data.command import shown
 from data.config import DataConfig
 from data.meta import read_meta
 from data.options import ConfigError
 from data.shards import Windows
 from data.tokenizer import Tokenizer, load_tokenizer, prompt_ids, ready_tokenizer, start_ids
-from data.vocabulary import END_OF_TEXT, byte_tokenizer
+from data.vocabulary import END_OF_TEXT, byte_tokenizer, char_tokenizer
 from model.config import ModelConfig, SamplingConfig
 from model.generate import generate
 from model.gpt import GPT
+from model.huggingface import DamagedFolder
 from tools.evaluate import EvaluateOptions, read_ids, score
+from tools.export_hf import export_hf
 from training.snapshot import token_text
-from training.weights import load_for_sampling
+from training.weights import find_weights, load_for_sampling
 
 TEXT = "def main(argv):\n    return argv\n\nclass Name:\n    pass\n" * 30
 PROMPT = "def main(argv):"
@@ -591,3 +597,172 @@ def test_a_mistyped_run_is_never_looked_for_on_the_network(
     assert hint in err
     if "small" in typed:
         assert "smalt" not in err
+
+
+# What transformers makes of an export
+
+
+def exported_tokenizer(tokenizer: Tokenizer, folder: Path, vocab_size: int | None = None) -> Path:
+    """The Hugging Face folder of a random model with this tokenizer."""
+    n_ids = vocab_size or tokenizer.vocab_size
+    shape = {"n_layers": 1, "d_model": 8, "n_heads": 2, "context_length": 64, "qk_norm": False}
+    model = GPT(ModelConfig(**shape).resolved(n_ids)).eval()
+    model.init_weights(1)
+    folder.mkdir()
+    folder.with_suffix(".said").write_text("\n".join(export_hf(model, tokenizer, folder)))
+    return folder
+
+
+def test_an_exported_char_tokenizer_raises_for_an_unknown_character(tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = exported_tokenizer(char_tokenizer("\n abc", True), tmp_path / "char")
+    theirs, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    assert theirs("a b\nc", add_special_tokens=False)["input_ids"] == [2, 1, 3, 0, 4]
+    with pytest.raises(Exception, match="UNK"):
+        theirs("a z")
+    with pytest.raises(ConfigError, match=r"'z' \(U\+007A\) 2 times"):
+        ours.encode("a zz")
+    assert ours.encode("a b\nc") == [2, 1, 3, 0, 4]
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "char, padded", "bpe", "theirs"])
+@torch.no_grad()
+def test_a_batch_of_an_export_gives_what_its_texts_give_alone(kind, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    vocab_size = None
+    if kind == "theirs":
+        folder = model_folder(tmp_path / "model", EOT_ID, processor=template(f"{START} $A"))
+        tokenizer = load_tokenizer(folder)
+    elif kind == "char, padded":
+        tokenizer, vocab_size = char_tokenizer("\n abc", False), 8
+    else:
+        make = {"byte": byte_tokenizer, "char": lambda: char_tokenizer("\n abc", True)}
+        make["bpe"] = lambda: bpe.train_bpe("bpe:300", 300, [TEXT])
+        tokenizer = make[kind]()
+    folder = exported_tokenizer(tokenizer, tmp_path / "out", vocab_size)
+    theirs = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    texts = ["a", "abc abc"]
+    batch = theirs(texts, padding=True, return_tensors="pt")
+    batch.pop("token_type_ids", None)
+    assert model.generation_config.pad_token_id == theirs.pad_token_id is not None
+    assert int(batch["input_ids"].max()) < model.config.vocab_size
+    options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
+    together = model.generate(**batch, **options)[:, -8:].tolist()
+    for text, found in zip(texts, together, strict=True):
+        one = theirs(text, return_tensors="pt")["input_ids"]
+        alone = model.generate(one, attention_mask=torch.ones_like(one), **options)
+        assert found == alone[0, -8:].tolist()
+        assert theirs.pad_token_id not in found or kind != "char, padded"
+
+
+def test_without_a_token_to_spare_it_is_said(tmp_path):
+    folder = exported_tokenizer(char_tokenizer("\n abc", False), tmp_path / "char")
+    assert "no pad token" in folder.with_suffix(".said").read_text()
+
+
+# Files that are not what they should be
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+BROKEN = {
+    "a config nested deep": ("config.json", DEEP),
+    "a config that is a list": ("config.json", "[]"),
+    "a model_type that is a list": ("config.json", {"model_type": ["llama"]}),
+    "layer types that are a number": ("config.json", {"layer_types": 5}),
+    "layer types of objects": ("config.json", {"layer_types": [{"a": 1}]}),
+    "an infinite number of layers": ("config.json", {"num_hidden_layers": float("inf")}),
+    "three million layers": ("config.json", {"num_hidden_layers": 3_000_000}),
+    "layers by the billion": ("config.json", {"num_hidden_layers": 10**12}),
+    "rope as a list": ("config.json", {"rope_parameters": [1], "rope_scaling": [1]}),
+    "rope in words": (
+        "config.json",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
+    ),
+    "an index that maps a list": ("model.safetensors.index.json", '{"weight_map": ["a"]}'),
+    "an index without a map": ("model.safetensors.index.json", "{}"),
+    "an index nested deep": ("model.safetensors.index.json", DEEP),
+    "an index of numbers": ("model.safetensors.index.json", '{"weight_map": {"a": 5}}'),
+    "a generation config nested deep": ("generation_config.json", DEEP),
+    "a tokenizer nested deep": ("tokenizer.json", DEEP),
+    "a tokenizer config nested deep": ("tokenizer_config.json", DEEP),
+    "a tokenizer config that is a list": ("tokenizer_config.json", "[]"),
+    "weights that are text": ("model.safetensors", "weights"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_file_is_refused_by_its_name_and_soon(what, tmp_path, command):
+    name, content = BROKEN[what]
+    folder = model_folder(tmp_path / "model", EOT_ID)
+    if what == "three million layers":  # narrow ones, in a file that is large enough for them
+        with (folder / "model.safetensors").open("r+b") as stream:
+            stream.truncate(3_000_000 * 2 * 40_000)
+        name, content = "config.json", {"num_hidden_layers": 3_000_000}
+    if isinstance(content, dict):
+        content = json.dumps(json.loads((folder / name).read_text()) | content)
+    (folder / name).write_text(content)
+    began = time.perf_counter()
+    code, out, err = command(sample.main, folder)
+    assert time.perf_counter() - began < 10
+    assert code in (2, 3) and out == ""
+    assert name.split(".")[0] in err or str(folder) in err
+    assert len(err) < 1000
+
+
+def test_more_layers_than_the_headers_have_tensors_for_are_refused(tmp_path):
+    folder = model_folder(tmp_path / "model", EOT_ID)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["model.rotary_emb.inv_freq"] = torch.zeros(30_000_000)  # so that the size allows it
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    about = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 3_000}
+    (folder / "config.json").write_text(json.dumps(about))
+    with pytest.raises(DamagedFolder, match="3,000 layers"):
+        find_weights(folder)
+
+
+def test_a_vocabulary_whose_ids_would_fill_the_memory_is_refused(tmp_path):
+    library = word_level()
+    library.model = models.WordLevel({"<unk>": 0, "</s>": 4_000_000_000}, unk_token="<unk>")
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="ids up to 4,000,000,000"):
+        load_tokenizer(tmp_path)
+
+
+# Text on a terminal
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("\x1b[2J\x9b2J", "\\x1b[2J\\x9b2J"),
+        ("a\rb\x08\x00\x7f", "a\\rb\\x08\\x00\\x7f"),
+        ("a\tb\nü日🙂", "a\tb\nü日🙂"),
+    ],
+)
+def test_a_terminal_obeys_no_generated_text(text, escaped):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert shown(text, Terminal()) == escaped
+    assert shown(text, io.StringIO()) == text  # a file gets the bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": False}, {"num_samples": 2}], ids=str)
+def test_sampling_escapes_what_a_terminal_would_obey(options, monkeypatch, capsys):
+    import model.generate
+
+    def rigged(network, prompt, *args, **kwargs):
+        yield from (torch.tensor([byte] * len(prompt)) for byte in b"\x1b[2J")
+
+    monkeypatch.setattr(model.generate, "generate", rigged)
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True, raising=False)
+    network = GPT(ModelConfig(n_layers=1, d_model=8, n_heads=2).resolved(257))
+    chosen = sample.SampleOptions(**options)
+    sample.write_samples(network, byte_tokenizer(), "\x1b]0;", chosen, SamplingConfig())
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\\x1b]0;\\x1b[2J" in out

@@ -5,12 +5,13 @@ To find what is behind a spike of the loss. Step N is the N-th update, as in met
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from data.command import run_command
+from data.command import run_command, shown
 from data.options import parse_options
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
     for line in logged(Path(run), options.step):
         print(line)
     for place, text in windows_of(config, folder, options.step):
-        print(f"--- {place}\n{shortened(text, options.chars)}")
+        print(f"--- {place}\n{shown(shortened(text, options.chars), sys.stdout)}")
     return 0
 
 

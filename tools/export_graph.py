@@ -61,7 +61,9 @@ class GraphGPT(nn.Module):
 
     def forward(self, tokens: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         P, T = past[0].shape[2], tokens.shape[1]
-        positions, cache = torch.arange(P, P + T, device=tokens.device), _Past(past)
+        # Not arange(P, P + T): onnxruntime makes a slice of a lookup at those, and beyond
+        # the table a slice gives what is left instead of an error.
+        positions, cache = torch.arange(T, device=tokens.device) + P, _Past(past)
         logits = self.model(tokens, cache=cache, positions=positions)
         return logits, *cache.present
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from model.fitting import family_of
 from model.gpt import GPT
 from model.huggingface import write_folder
 from tools.export_graph import ExportError, make_cases
-from tools.export_tokenizer import probe_text, write_tokenizer
+from tools.export_tokenizer import PAD, probe_text, write_tokenizer
 
 LIMIT = 1e-4
 
@@ -36,16 +37,26 @@ def export_hf(model: GPT, tokenizer: Tokenizer, folder: Path) -> list[str]:
         raise ConfigError(
             "format=hf: checking it needs transformers: pip install transformers"
         ) from None
+    never = tokenizer.unused_ids(model.config.vocab_size)
+    if tokenizer.eot is None and tokenizer.vocab_size in never:  # a row that is not needed
+        table, special = [*tokenizer.table, b""], {PAD: tokenizer.vocab_size}
+        tokenizer = replace(tokenizer, table=table, special=tokenizer.special | special)
     said = [write_tokenizer(tokenizer, folder, model.config.context_length)]
     tensors = dict(model.named_parameters())
-    ends = list(tokenizer.stop_ids)
+    ends, pad = list(tokenizer.stop_ids), _named_id(folder, "pad_token")
+    if pad is None:
+        said.append(
+            "no pad token: the vocabulary has no token to spare. To batch texts in transformers: "
+            "tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0), with its attention_mask"
+        )
     write_folder(
         folder,
         model.config,
         tensors,
         bos=_bos(tokenizer, folder),
         eos=ends if len(ends) > 1 else tokenizer.eot,
-        never=tokenizer.unused_ids(model.config.vocab_size),
+        pad=pad,
+        never=never,
     )
     with quiet_transformers():
         said.append(_check_tokenizer(tokenizer, folder))
@@ -56,15 +67,19 @@ def export_hf(model: GPT, tokenizer: Tokenizer, folder: Path) -> list[str]:
 def _bos(tokenizer: Tokenizer, folder: Path) -> int | None:
     """The id that begins a document: the tokenizer's own, one that its config names, or else the
     end-of-text."""
-    from tokenizers import Tokenizer as Loaded
-
     if tokenizer.bos:
         return tokenizer.bos[0]
-    named = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("bos_token")
-    named = named.get("content") if isinstance(named, dict) else named
-    loaded = Loaded.from_file(str(folder / "tokenizer.json"))
-    found = loaded.token_to_id(named) if named else None
+    found = _named_id(folder, "bos_token")
     return tokenizer.eot if found is None else found
+
+
+def _named_id(folder: Path, role: str) -> int | None:
+    """The id of a token that the folder's tokenizer_config.json names."""
+    from tokenizers import Tokenizer as Loaded
+
+    named = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get(role)
+    named = named.get("content") if isinstance(named, dict) else named
+    return Loaded.from_file(str(folder / "tokenizer.json")).token_to_id(named) if named else None
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Our tokenizers as tokenizer.json and tokenizer_config.json, which AutoTokenizer and others read.
 
-All become a BPE of `tokenizers`: bytes and characters one without merges, tiktoken's ranks one with
-the merges that they imply. What comes out must give the same ids on PROBE, or nothing is written.
+Bytes become a BPE of `tokenizers` without merges, tiktoken's ranks one with the merges that they
+imply, characters a WordLevel: it raises an error for a character that it does not know. What comes
+out must give the same ids on PROBE, or nothing is written.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from data.pretrained import CONFIG_FILE
 from data.tokenizer import Tokenizer
 from data.vocabulary import END_OF_TEXT
 
+PAD = "<|pad|>"  # of a vocabulary without an end-of-text
 PROBE = (
     "The quick brown fox's 12 lazy dogs -- they'LL jump 3.14159 times!\n\n\tdef f(x):\n"
     "        return x ** 2  # caf\u00e9, na\u00efve, \u00df, \u0416\u0443\u043a, "
@@ -40,6 +42,9 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, context_length: int) -> 
     if kept is not None:
         config_text = tokenizer.files.get(CONFIG_FILE)
         config = json.loads(config_text) if config_text else _config(tokenizer, context_length)
+        if config_text and not config.get("pad_token") and tokenizer.eot is not None:
+            names = {i: text for text, i in tokenizer.special.items()}
+            config["pad_token"] = names.get(tokenizer.eot)
         content = kept
     else:
         content = json.dumps(_from_table(tokenizer), ensure_ascii=False, indent=1)
@@ -51,7 +56,11 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, context_length: int) -> 
 
 def _config(tokenizer: Tokenizer, context_length: int) -> dict[str, Any]:
     end = None if tokenizer.eot is None else END_OF_TEXT
+    # Batches are padded with it, on the left, for what is generated stands on the right.
+    pad = PAD if PAD in tokenizer.special else end
     return {
+        "pad_token": pad,
+        "padding_side": "left",
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,
         "clean_up_tokenization_spaces": False,
@@ -101,8 +110,12 @@ def _from_table(tokenizer: Tokenizer) -> dict[str, Any]:
     about = json.loads(next(text for text in tokenizer.files.values() if text.startswith("{")))
     kind = about["kind"]
     if kind == "char":
-        vocabulary = {c: i for i, c in enumerate(about["alphabet"])}
-        return _tokenizer_json(vocabulary, [], None, {"type": "Fuse"}, tokenizer.special)
+        vocabulary = {c: i for i, c in enumerate(about["alphabet"])} | tokenizer.special
+        # unk_token must be named; that there is no such token makes an unknown character an error.
+        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unknown>"}
+        split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}}
+        split |= {"behavior": "Isolated", "invert": False}
+        return _tokenizer_json(model, split, {"type": "Fuse"}, tokenizer.special)
     characters = {b: c for c, b in byte_of_character().items()}
     ids = {piece: i for i, piece in enumerate(tokenizer.table) if piece}
     spelled = {piece: "".join(characters[b] for b in piece) for piece in ids}
@@ -118,17 +131,24 @@ def _from_table(tokenizer: Tokenizer) -> dict[str, Any]:
         split = {"type": "Split", "pattern": {"Regex": _oniguruma(about["pattern"])}}
         split |= {"behavior": "Isolated", "invert": False}
         before = {"type": "Sequence", "pretokenizers": [split, level]}
-    vocabulary = {spelled[piece]: i for piece, i in ids.items()}
-    pairs = [[spelled[a], spelled[b]] for a, b in merges]
-    return _tokenizer_json(vocabulary, pairs, before, level, tokenizer.special)
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": True,  # a known piece is taken whole, as tiktoken does
+        # Special tokens too: by themselves they would get the next ids, whatever is said below.
+        "vocab": {spelled[piece]: i for piece, i in ids.items()} | tokenizer.special,
+        "merges": [[spelled[a], spelled[b]] for a, b in merges],
+    }
+    return _tokenizer_json(model, before, level, tokenizer.special)
 
 
 def _tokenizer_json(
-    vocabulary: dict[str, int],
-    merges: list,
-    before: dict | None,
-    decoder: dict,
-    special: dict[str, int],
+    model: dict[str, Any], before: dict, decoder: dict, special: dict[str, int]
 ) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     by_id = sorted(special.items(), key=lambda item: item[1])
@@ -141,19 +161,7 @@ def _tokenizer_json(
         "pre_tokenizer": before,
         "post_processor": None,
         "decoder": decoder,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,  # a known piece is taken whole, as tiktoken does
-            # Special tokens too: by themselves they would get the next ids, whatever is said above.
-            "vocab": vocabulary | special,
-            "merges": merges,
-        },
+        "model": model,
     }
 
 

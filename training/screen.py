@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 from contextlib import nullcontext
 
 import torch
 
+from data.command import shown
 from data.options import ConfigError
 from data.tokenizer import Tokenizer
 from training import snapshot
@@ -118,7 +120,7 @@ def say_result(run: Run) -> None:
         f"checkpoint: {checkpoints.path(state.step)}"
         + (f"; the best: {checkpoints.path(best)}" if best not in (None, state.step) else "")
     )
-    run.warn(f"a sample of it, from {prompt!r}:\n\n{sample_text(run, prompt)}\n")
+    run.warn(f"a sample of it, from {prompt!r}:\n\n{shown(sample_text(run, prompt), sys.stdout)}\n")
     run.warn(f"more: {sample_command(run)}")
 
 
