@@ -194,6 +194,8 @@ def _write_shards(
                 if split not in writers:
                     writers[split] = ShardWriter(folder, split, number, tasks, dtype)
                 writers[split].append(some.ids, some.starts, some.bytes, some.documents)
+                writers[split].lost += some.lost
+                writers[split].spelled += some.spelled
             tasks += 1
             # Ids that stand for no text count as a byte each.
             if sum(w.bytes or w.tokens for w in writers.values()) >= shard_bytes:

@@ -33,8 +33,8 @@ class DataConfig:
     ] = "stdlib"
     tokenizer: Annotated[
         str,
-        "char, byte, bpe:N, a tiktoken encoding (gpt2, cl100k_base, ...), hf:FOLDER, run:RUN, or ids:N (the "
-        "source holds ids)",
+        "char, byte, bpe:N, a tiktoken encoding (gpt2, cl100k_base, ...), hf:FOLDER, "
+        "run:RUN, or ids:N (the source holds ids)",
         "fixed",
     ] = "bpe:4096"
     split: Annotated[

@@ -21,6 +21,7 @@ from data.limits import usable_cores
 from data.options import ConfigError
 from data.split import Part
 from data.tokenizer import Tokenizer, load_tokenizer
+from data.vocabulary import lost_bytes
 
 TASK_CHARACTERS = 1 << 19  # text that travels to a process at a time
 WAITING = 3  # tasks per process that are in memory
@@ -37,6 +38,8 @@ class Ids:
     starts: np.ndarray  # where in them documents start
     bytes: int  # of the text that they stand for
     documents: int  # that end in them
+    lost: int = 0  # of the bytes, those that the ids do not bring back
+    spelled: int = 0  # bytes that the ids bring back, where that was measured
 
 
 @dataclass
@@ -88,11 +91,18 @@ def _encode_parts(tokenizer: Tokenizer, dtype: str, parts: list[Part]) -> Ids:
             some = np.append(some, np.array(tokenizer.eot, dtype=dtype))
         ids.append(some)
         position += len(some)
+    whole, lost, spelled = np.concatenate(ids), 0, b""
+    if tokenizer.lossy:
+        spelled = tokenizer.decode_bytes(whole.tolist())
+        text = "".join(part.text for part in parts)
+        lost = lost_bytes(text, spelled.decode("utf-8", errors="replace"))
     return Ids(
-        ids=np.concatenate(ids),
+        ids=whole,
         starts=np.array(starts, dtype=np.int64),
         bytes=sum(len(part.text.encode("utf-8")) for part in parts) * tokenizer.spells,
         documents=sum(part.last for part in parts),
+        lost=lost,
+        spelled=len(spelled),
     )
 
 

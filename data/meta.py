@@ -41,6 +41,8 @@ class Shard:
     bytes: int  # of text
     sha256: str
     starts_crc: int
+    lost: int = 0  # of the bytes, those that the ids do not bring back
+    spelled: int = 0  # bytes that the ids bring back, where that was measured
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,17 @@ class Meta:
     def bytes(self) -> dict[str, int]:
         """UTF-8 bytes of text in each split."""
         return {split: sum(s.bytes for s in self.of(split)) for split in SPLITS}
+
+    def byte_scale(self, split: str) -> float:
+        """Bytes of the split's text per byte that its ids bring back; 1 unless text is lost."""
+        shards = self.of(split)
+        spelled = sum(s.spelled for s in shards)
+        return self.bytes[split] / max(1, spelled) if any(s.lost for s in shards) else 1.0
+
+    def lost_share(self, *splits: str) -> float:
+        """Share of the splits' text that the ids do not bring back."""
+        lost = sum(s.lost for s in self.shards if s.split in splits)
+        return lost / max(1, sum(self.bytes[split] for split in splits))
 
     @property
     def documents(self) -> dict[str, int]:

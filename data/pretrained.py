@@ -225,6 +225,7 @@ def hf_from_json(
         bos=tuple(opening_ids(tokenizer_json)),
         ends=others,
         encode_special=encode_special,
+        lossy=_is_lossy(loaded, table),
     )
 
 
@@ -258,6 +259,12 @@ def _special(loaded, eot: int | None) -> dict[str, int]:
     if end is not None and (eot in added or end in COMMON_EOTS):
         found[end] = eot
     return found
+
+
+def _is_lossy(loaded, table: list[bytes]) -> bool:
+    """Whether decoding may give another text: not from a token per byte and the text as it is."""
+    every_byte = {bytes([b]) for b in range(256)} <= set(table)
+    return loaded.normalizer is not None or not every_byte
 
 
 def _without_names(tokenizer_json: str, special: Iterable[str]) -> str:

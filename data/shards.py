@@ -282,7 +282,7 @@ class Windows:
     ) -> None:
         meta = read_meta(folder)
         self.context_length = context_length
-        self.weights = meta.weights
+        self.meta, self.weights = meta, meta.weights
         self.parts: list[PackedWindows | DocumentWindows] = []
         # A source may only train or only validate; one that is drawn from must be there.
         drawn = range(len(meta.weights)) if split == "train" else ()

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from data.meta import BLOCK_BYTES, DamagedData, Meta, Shard, check_size, check_tokenizer, read_meta
+from data.meta import (
+    BLOCK_BYTES,
+    SPLITS,
+    DamagedData,
+    Meta,
+    Shard,
+    check_size,
+    check_tokenizer,
+    read_meta,
+)
 from data.plan import Say
 
 READ_BYTES = 256 * BLOCK_BYTES
@@ -20,9 +29,12 @@ def summary(meta: Meta) -> str:
     size = f"{tokens:,} tokens"
     if n_bytes:
         size = f"{n_bytes:,} bytes, {size} ({n_bytes / tokens:.2f} bytes a token)"
+    lost = meta.lost_share(*SPLITS)
+    spelling = f"; the tokenizer does not bring back {lost:.2%} of the text"
     return (
         f"{sum(meta.documents.values()):,} documents, {size}, train {meta.tokens['train']:,}, "
         f"val {meta.tokens['val']:,} ({', '.join(sorted(set(meta.splits)))})"
+        + (spelling if lost else "")
     )
 
 

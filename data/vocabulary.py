@@ -28,7 +28,8 @@ class Tokenizer:
     special tokens' text being plain text. special: text of special tokens -> id. files: what
     `save` writes, name -> content. bos: ids at the start of each document. ends: the ids that end a
     sample, if there are others than eot. encode_special: text -> ids, with special tokens, where
-    that is not a matter of cutting them out. spells: whether ids stand for bytes of text.
+    that is not a matter of cutting them out. spells: whether ids stand for bytes of text. lossy:
+    whether decoding may give another text.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Tokenizer:
     ends: tuple[int, ...] = ()
     encode_special: Callable[[str], list[int]] | None = None
     spells: bool = True
+    lossy: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -139,6 +141,18 @@ def char_tokenizer(alphabet: str, with_eot: bool) -> Tokenizer:
         special={END_OF_TEXT: len(alphabet)} if with_eot else {},
         files={FILE: described("char", alphabet=alphabet, eot=with_eot)},
     )
+
+
+def lost_bytes(text: str, spelled: str) -> int:
+    """Bytes of the characters that `spelled`, a text encoded and decoded, has fewer of than `text`.
+
+    Where they stand is not compared: no tokenizer moves characters.
+    """
+    missing = np.bincount(code_points(text), minlength=0x110000)
+    missing -= np.bincount(code_points(spelled), minlength=0x110000)
+    codes = np.flatnonzero(missing > 0)
+    widths = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)
+    return int((missing[codes] * widths).sum())
 
 
 # Ids that are no text

@@ -21,7 +21,7 @@ class ShardWriter:
     def __init__(self, folder: Path, split: str, source: int, number: int, dtype: str) -> None:
         self.split, self.source = split, source
         self.path = folder / f"{split}-{source:02d}-{number:06d}.bin"
-        self.tokens = self.bytes = self.documents = 0
+        self.tokens = self.bytes = self.documents = self.lost = self.spelled = 0
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._file = self.path.open("wb")
         self._sha = hashlib.sha256()
@@ -71,6 +71,8 @@ class ShardWriter:
             bytes=self.bytes,
             sha256=self._sha.hexdigest(),
             starts_crc=zlib.crc32(starts),
+            lost=self.lost,
+            spelled=self.spelled,
         )
 
     def abandon(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import sample
 import tools.attention
@@ -27,13 +28,14 @@ from data.meta import read_meta
 from data.options import ConfigError
 from data.shards import Windows
 from data.tokenizer import Tokenizer, load_tokenizer, prompt_ids, ready_tokenizer, start_ids
-from data.vocabulary import END_OF_TEXT, byte_tokenizer, char_tokenizer
+from data.vocabulary import END_OF_TEXT, byte_tokenizer, char_tokenizer, lost_bytes
 from model.config import ModelConfig, SamplingConfig
 from model.generate import generate
 from model.gpt import GPT
 from model.huggingface import DamagedFolder
 from tools.evaluate import EvaluateOptions, read_ids, score
 from tools.export_hf import export_hf
+from training.folder import read_metrics
 from training.snapshot import token_text
 from training.weights import find_weights, load_for_sampling
 
@@ -766,3 +768,89 @@ def test_sampling_escapes_what_a_terminal_would_obey(options, monkeypatch, capsy
     sample.write_samples(network, byte_tokenizer(), "\x1b]0;", chosen, SamplingConfig())
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\\x1b]0;\\x1b[2J" in out
+
+
+# A tokenizer that cannot spell the text
+
+MIXED = "The Cat sat ÜBER a Mat.\n" * 200
+
+
+def lower_casing(folder: Path) -> Path:
+    library = byte_level()
+    library.normalizer = normalizers.Lowercase()
+    library.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def knows_few_words(folder: Path) -> Path:
+    library = word_level()
+    library.add_special_tokens(SPECIAL)
+    library.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+LOSSY = {
+    # Per line: T, C, B, E, R and M become small, Ü becomes ü: 8 of 25 bytes.
+    "lower case": (lower_casing, 8 / 25, 1),
+    # "a" alone is a word it knows; the rest of the text, white space included, is not there.
+    "few words": (knows_few_words, 24 / 25, 25),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_the_share_of_text_that_is_lost_is_measured_and_said(kind, tmp_path):
+    make, share, scale = LOSSY[kind]
+    (tmp_path / "text.txt").write_text(MIXED, encoding="utf-8")
+    options = {"prepared_dir": str(tmp_path / "prepared"), "val_fraction": 0.2, "workers": 0}
+    said = []
+    config = DataConfig(str(tmp_path / "text.txt"), f"hf:{make(tmp_path)}", **options)
+    meta = read_meta(prepare.prepare(config, say=said.append, progress=False))
+    assert sum(meta.bytes.values()) == len(MIXED.encode()) == 200 * 25
+    assert sum(shard.lost for shard in meta.shards) == round(share * 200 * 25)
+    assert meta.byte_scale("val") == pytest.approx(scale)
+    assert f"does not bring back {share:.2%} of the text" in said[-1]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "merging"])
+def test_a_text_that_comes_back_is_not_called_lost(kind, tmp_path):
+    folder, _ = kind_folder(tmp_path / kind, kind)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.lossy == (kind != "byte_level")  # where it cannot be, it is not measured
+    (tmp_path / "text.txt").write_text("a cat and a mat." * 99)
+    options = {"prepared_dir": str(tmp_path / "prepared"), "workers": 0}
+    said = []
+    config = DataConfig(str(tmp_path / "text.txt"), f"hf:{folder}", **options)
+    meta = read_meta(prepare.prepare(config, say=said.append, progress=False))
+    assert meta.byte_scale("val") == 1 and "bring back" not in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled", "lost"),
+    [
+        ("", "", 0),
+        ("abc", "cba", 0),
+        ("aab", "ab", 1),
+        ("é日🙂", "", 9),
+        ("A", "a", 1),
+        ("a", " a", 0),
+    ],
+)
+def test_lost_bytes_are_those_of_characters_that_are_missing(text, spelled, lost):
+    assert lost_bytes(text, spelled) == lost
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_bits_per_byte_are_over_the_bytes_of_the_text(kind, train_tiny, tmp_path, command):
+    (tmp_path / "text.txt").write_text(MIXED, encoding="utf-8")
+    options = {"source": tmp_path / "text.txt", "tokenizer": f"hf:{LOSSY[kind][0](tmp_path)}"}
+    options |= {"prepared_dir": tmp_path / "prepared", "max_steps": 2, "eval_windows": 0}
+    assert train_tiny(tmp_path / "run", **options) == 0
+    scored = [line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "val_loss" in line]
+    meta = read_meta(next((tmp_path / "prepared").glob("*/meta.json")).parent)
+    bytes_per_token = meta.bytes["val"] / meta.tokens["val"]
+    expected = scored[-1]["val_loss"] / math.log(2) / bytes_per_token
+    assert scored[-1]["bits_per_byte"] == pytest.approx(expected, rel=0.03)  # windows leave a rest
+    said = command(tools.evaluate.main, tmp_path / "run", f"--source={tmp_path / 'text.txt'}")[1]
+    n_bytes = int(said.partition(" tokens (")[2].split()[0].replace(",", ""))
+    assert n_bytes == pytest.approx(len(MIXED.encode()), abs=30)  # the first token is not scored
+    assert f"does not bring back {LOSSY[kind][1]:.2%}" in said

@@ -99,6 +99,13 @@ def main(argv: list[str]) -> int:
             found = score(model, ids, tokenizer, T, stride, starts if masked else None)
         documents = f"{len(starts):,} document{'s' * (len(starts) != 1)}, {len(ids):,} tokens"
         said = f"{documents}; sliding window: context {T}, stride {stride}"
+    if tokenizer.lossy:
+        if split is not None:
+            scale, lost = split.meta.byte_scale("val"), split.meta.lost_share("val")
+        else:
+            scale, lost = spelling(options, tokenizer)
+        found = replace(found, bytes=round(found.bytes * scale))
+        said += f"; the tokenizer does not bring back {lost:.2%} of the text" if lost else ""
     print(f"{options.source or 'validation split'}: {said}")
     print(f"scored: {found.tokens:,} tokens" + f" ({found.bytes:,} bytes)" * bool(found.bytes))
     bits = found.bits_per_byte
@@ -214,6 +221,21 @@ def _enough(options: EvaluateOptions, ids: list[int]) -> list[int]:
     if len(ids) < 2:
         raise ConfigError(f"source={options.source}: {len(ids)} tokens; two are needed for a loss")
     return ids
+
+
+def spelling(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[float, float]:
+    """(bytes of the source's text per byte that its ids bring back, share of it that is lost)."""
+    from data.readers import How
+    from data.sources import open_source
+    from data.vocabulary import lost_bytes
+
+    total = lost = spelled = 0
+    for piece in open_source(options.source).pieces(How(options.text_field, options.errors)):
+        total += len(piece.text.encode("utf-8"))
+        raw = tokenizer.decode_bytes(tokenizer.encode(piece.text))
+        lost += lost_bytes(piece.text, raw.decode("utf-8", errors="replace"))
+        spelled += len(raw)
+    return total / max(1, spelled), lost / max(1, total)
 
 
 def windows(n: int, T: int, stride: int) -> Iterator[tuple[int, int, int]]:

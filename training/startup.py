@@ -234,7 +234,8 @@ def open_data(
             f"run.patience={config.run.patience}: counts evaluations, and nothing validates; give "
             "--val_source=TEXT or a --val_fraction above 0, or leave --patience out"
         )
-    lengths = np.asarray(tokenizer.byte_lengths())
+    scale = meta.byte_scale("val")  # bits per byte are over the text, also where some is lost
+    lengths = tokenizer.byte_lengths() * (scale if scale != 1 else 1)
     return Data(folder, meta, tokenizer, files, train, val, lengths)
 
 
