@@ -95,6 +95,7 @@ def test_text_cannot_end_the_script(sampled):
 
     class Hostile:
         eot = None
+        special = {}
 
         def decode_bytes(self, ids: list[int]) -> bytes:
             return b"</script><b>@TITLE@"
