@@ -282,7 +282,7 @@ def differences(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
 
 
 def options_table() -> str:
-    """Every option as a Markdown table: for the README."""
+    """Every option as a Markdown table: for docs/options.md."""
     lines = ["| option | default | what it is |", "|---|---|---|"]
     for option in OPTIONS.values():
         typed = f"`--{option.full_name}={in_short(option.annotation)}`".replace("|", r"\|")
