@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from data.command import ended_by_ctrl_c, run_command, shown
-from data.options import ConfigError, parse_sections
+from cli.command import ended_by_ctrl_c, run_command, shown
+from cli.options import ConfigError, parse_sections
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from torch import Tensor

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.command import ended_by_ctrl_c, run_command
+from cli.command import ended_by_ctrl_c, run_command
 from training.config import load_config
 
 if TYPE_CHECKING:  # torch takes a second to import: a mistake in the config is told before
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     """config -> ranks -> folder -> data -> model -> optimizer -> resume -> loop -> sample.
 
     Returns 0, or 128 + signal after saving. Mistakes and faults are exceptions that carry their own
-    exit code (data/command.py).
+    exit code (cli/command.py).
     """
     config = load_config(argv)
 

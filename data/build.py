@@ -12,8 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from cli.files import json_bytes, replace_file, sync, sync_folder
+from cli.options import ConfigError
 from data.encode import Encoded, encode_task, grouped, in_order, n_workers
-from data.files import sync, sync_folder
 from data.index import Stamp, stamps_of
 from data.meta import (
     META_FILE,
@@ -22,10 +23,8 @@ from data.meta import (
     Shard,
     fingerprint,
     read_tokenizer,
-    write_json,
     write_meta,
 )
-from data.options import ConfigError
 from data.plan import Plan, Say, make_tokenizer
 from data.pretokenized import encoded_ids
 from data.record import SOURCE_FILE, key_of, partial_folder
@@ -88,7 +87,7 @@ def _continued(partial: Path, made_from: dict[str, Any], say: Say) -> Progress:
         return found
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_json(partial / SOURCE_FILE, made_from)
+    replace_file(partial / SOURCE_FILE, json_bytes(made_from))
     found.path.touch()
     return found
 

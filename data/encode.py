@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from data.limits import usable_cores
-from data.options import ConfigError
+from cli.limits import usable_cores
+from cli.options import ConfigError
 from data.split import Part
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.vocabulary import lost_bytes

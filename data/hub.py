@@ -6,7 +6,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from data.readers import How, as_text, field_of
 from data.text import Piece, row_pieces
 

@@ -8,6 +8,7 @@ A line that is torn or damaged is left out, and its file hashed again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.options import ConfigError
+from cli.files import replace_file
+from cli.options import ConfigError
 from data.readers import READ_BYTES, kind_of
 from data.sources import STDIN, Source, absolute
 
@@ -182,10 +184,6 @@ def _entry(line: bytes) -> list | None:
 
 def _rewrite(path: Path, hashes: dict[Stamp, str], digest: str) -> None:
     """Leave out what is no longer so; as a whole, so that a reader meets the old or the new."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     entries = [*([*stamp, sha256] for stamp, sha256 in hashes.items()), [digest]]
-    try:
-        temporary.write_bytes(b"".join(map(_line, entries)))
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the old one does, too
+        replace_file(path, b"".join(map(_line, entries)))

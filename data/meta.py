@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from data.files import sync
-from data.options import ConfigError
+from cli.files import json_bytes, replace_file
+from cli.options import ConfigError
 
 SPLITS = ("train", "val")
 META_FILE = "meta.json"
@@ -137,7 +136,7 @@ def check_tokenizer(folder: Path, meta: Meta, files: dict[str, bytes] | None = N
 def write_meta(folder: Path, meta: Meta) -> None:
     """Write meta.json, which makes a folder of shards complete."""
     about = asdict(meta)
-    write_json(Path(folder) / META_FILE, {**about, "seal": _seal(about)})
+    replace_file(Path(folder) / META_FILE, json_bytes({**about, "seal": _seal(about)}))
 
 
 def _seal(about: dict) -> str:
@@ -152,16 +151,6 @@ def fingerprint(
     files = [[name, hashlib.sha256(tokenizer[name]).hexdigest()] for name in sorted(tokenizer)]
     ids = [[s.split, s.source, s.tokens, s.sha256] for s in shards]
     return hashlib.sha256(json.dumps([dtype, weights, files, ids]).encode()).hexdigest()
-
-
-def write_json(path: Path, content: object) -> None:
-    """Replace a small file as a whole, surely on disk."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8", newline="\n") as stream:
-        json.dump(content, stream, indent=1)
-        stream.flush()
-        sync(stream.fileno())
-    os.replace(temporary, path)
 
 
 def read_checked(path: Path, size: int) -> bytes:

@@ -9,7 +9,7 @@ import hashlib
 
 import numpy as np
 
-from data.options import ConfigError
+from cli.options import ConfigError
 
 ROUNDS = 6
 SMALLEST_HALF = 3  # bits: a Feistel network over fewer mixes badly

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cli.options import ConfigError
 from data.bpe import train_bpe
 from data.config import DataConfig
-from data.options import ConfigError
 from data.readers import How, form_of
 from data.sources import Read, Source
 from data.split import Split, is_chosen, resolve_split

@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from cli.command import make_folder, run_command
+from cli.files import try_lock
+from cli.options import ConfigError, parse_sections
 from data.bpe import SPLIT_PATTERN
 from data.build import build
-from data.command import make_folder, run_command
 from data.config import DataConfig
-from data.files import try_lock
 from data.index import Content, content_of, last_digest, unreadable
 from data.meta import read_meta
-from data.options import ConfigError, parse_sections
 from data.plan import Say, make_plan
 from data.preview import preview
 from data.record import (

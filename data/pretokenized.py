@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cli.options import ConfigError
 from data.encode import Encoded, Ids
-from data.options import ConfigError
 from data.readers import is_compressed
 from data.sources import Source
 from data.split import Split

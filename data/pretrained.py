@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from cli.files import replace_file
+from cli.options import ConfigError
 from data.bpe import JSON_FILE, byte_of_character, encoding_of
-from data.options import ConfigError
 from data.vocabulary import END_OF_TEXT, FILE, Tokenizer, described, unknown_characters
 
 RANKS_FILE = "ranks.tiktoken"  # tiktoken's form: a token in base64 and its rank on each line
@@ -123,9 +124,7 @@ def _fetch_once(name: str, address: str) -> None:
             "which needs no network"
         ) from None
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    replace_file(path, content)
 
 
 # Hugging Face's tokenizer.json

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from data.text import (
     Piece,
     cut,

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data.command import make_folder
-from data.files import try_lock
+from cli.command import make_folder
+from cli.files import try_lock
+from cli.options import ConfigError
 from data.meta import META_FILE, DamagedData, read_meta
-from data.options import ConfigError
 
 SOURCE_FILE = "source.json"
 KEY_LENGTH = 12

@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from cli.options import ConfigError
 from data.meta import BLOCK_BYTES, DamagedData, Meta, check_size, read_checked, read_meta
-from data.options import ConfigError
 
 __all__ = ["IGNORE_INDEX", "DamagedData", "Windows", "read_meta"]
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
+from cli.options import ConfigError
 from data.config import DataConfig
 from data.hub import hub_pieces, parse_hub
-from data.options import ConfigError
 from data.readers import (
     CODE_SUFFIXES,
     STRUCTURED,

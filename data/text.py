@@ -12,7 +12,7 @@ import io
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from data.options import ConfigError
+from cli.options import ConfigError
 
 PIECE_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16  # that are looked at to see whether a file is text at all

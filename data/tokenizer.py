@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from cli.options import ConfigError
 from data import bpe, pretrained
 from data.meta import DamagedData
-from data.options import ConfigError
 from data.vocabulary import FILE, Tokenizer, byte_tokenizer, char_tokenizer, ids_tokenizer
 
 __all__ = [

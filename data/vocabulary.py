@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.options import ConfigError
+from cli.options import ConfigError
 
 FILE = "plaingpt_tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import sync
+from cli.files import sync
 from data.meta import BLOCK_BYTES, Shard
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from data.command import run_command
+from cli.command import run_command
 
 ROOT = Path(__file__).parents[1]
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import training.run
 import training.screen
 import training.startup
-from data.command import run_command
+from cli.command import run_command
 from train import main
 from training.manifest import MODEL, OPTIM, read_manifest
 

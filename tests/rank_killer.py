@@ -11,7 +11,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
     import training.run
-    from data.command import run_command
+    from cli.command import run_command
     from train import main
 
     victim, at = int(sys.argv.pop(1)), int(sys.argv.pop(1))

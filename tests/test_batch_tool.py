@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from cli.options import ConfigError
 from data.loader import BatchLoader
-from data.options import ConfigError
 from data.prepare import prepared_folder
 from data.shards import Windows
 from data.tokenizer import load_tokenizer

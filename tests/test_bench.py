@@ -20,7 +20,7 @@ import pytest
 import torch
 from peerlib import write_peer
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from model.config import ModelConfig
 from model.gpt import GPT
 from tools.bench import __main__ as bench

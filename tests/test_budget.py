@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from training import budget as budget_module
 from training.budget import UNFITTED, Budget, fitted, open_budget, steps_at
 from training.checkpoint import find_checkpoint

@@ -17,9 +17,9 @@ import torch
 
 import training.checkpoint
 import training.manifest
-from data.command import exit_code_of
-from data.files import warn_once
-from data.options import ConfigError
+from cli.command import exit_code_of
+from cli.files import warn_once
+from cli.options import ConfigError
 from training.checkpoint import Checkpoints, find_checkpoint, load_model_tensors
 from training.loading import load_checkpoint
 from training.manifest import (

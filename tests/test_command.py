@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from cli.command import ended_by_ctrl_c, exit_code_of, lasting_output, make_folder, run_command
+from cli.options import ConfigError
 from data import command
-from data.command import ended_by_ctrl_c, exit_code_of, lasting_output, make_folder, run_command
-from data.options import ConfigError
 
 
 def run_main(body: str) -> subprocess.CompletedProcess[str]:
-    code = f"from data.command import *\ndef main(argv):\n    {body}\nrun_command(main)"
+    code = f"from cli.command import *\ndef main(argv):\n    {body}\nrun_command(main)"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
@@ -137,7 +137,7 @@ PRINTS += "print('y', file=sys.stderr, flush=True); open(argv[0], 'w').write('do
 def test_the_shells_ways_to_take_output_away(tmp_path, to, lasting):
     """Closed streams hurt no command; a full disk or a closed pipe only those that live by it."""
     done, code = tmp_path / "done", tmp_path / "code"
-    body = f"from data.command import *\ndef main(argv):\n    {PRINTS}\n    return 3\n"
+    body = f"from cli.command import *\ndef main(argv):\n    {PRINTS}\n    return 3\n"
     body += f"run_command(main, outlives_output={lasting})"
     # head of the pipe: it waits, so that its reader has gone
     sleep = "sleep 0.2; " if "|" in to else ""
@@ -151,7 +151,7 @@ def test_the_shells_ways_to_take_output_away(tmp_path, to, lasting):
 
 
 def test_a_file_opened_later_never_gets_the_number_of_a_closed_stream(tmp_path):
-    body = "from data.command import *\ndef main(argv):\n    f = open(argv[0], 'w')\n"
+    body = "from cli.command import *\ndef main(argv):\n    f = open(argv[0], 'w')\n"
     body += "    os.write(2, b'of a library in C')\nrun_command(main)"
     script = 'exec "$0" -c "$1" "$2" >&- 2>&-'
     subprocess.run(["sh", "-c", script, sys.executable, body, str(tmp_path / "f")], check=True)

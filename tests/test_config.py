@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_resume import CASES
 
-from data.options import ConfigError, parse_arguments
+from cli.options import ConfigError, parse_arguments
 from model.config import ModelConfig
 from training.config import (
     ELSEWHERE,

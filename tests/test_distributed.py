@@ -17,7 +17,7 @@ from faultlib import Job, Shared, ended, fork_command, train, wait_for
 import training.distributed
 import training.evaluate
 import training.run
-from data.options import ConfigError
+from cli.options import ConfigError
 from training.checkpoint import Checkpoints
 from training.distributed import (
     LostRank,

@@ -17,8 +17,8 @@ import torch
 
 import sample
 import tools.export
+from cli.options import ConfigError
 from data.bpe import train_bpe
-from data.options import ConfigError
 from data.pretrained import hf_from_json, tiktoken_from_ranks
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.vocabulary import byte_tokenizer, char_tokenizer

@@ -13,7 +13,7 @@ import pytest
 import torch
 from faultlib import train, verified
 
-from data.command import exit_code_of
+from cli.command import exit_code_of
 from data.meta import DamagedData, check_tokenizer, read_meta
 from data.record import read_made_from
 from data.shards import Windows

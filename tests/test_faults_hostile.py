@@ -13,16 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import training.manifest
-from data.command import exit_code_of
+from cli.command import exit_code_of
+from cli.files import write_file
+from cli.options import ConfigError
 from data.config import DataConfig
 from data.meta import read_meta
-from data.options import ConfigError
 from data.shards import Windows
 from data.tokenizer import load_tokenizer
 from training.checkpoint import Checkpoints, find_checkpoint
 from training.config import OPTIONS, Config, from_json, load_config, to_json
 from training.loading import load_checkpoint
-from training.manifest import FILES, MANIFEST, DamagedCheckpoint, write_file
+from training.manifest import FILES, MANIFEST, DamagedCheckpoint
 
 CONFIG = str(Path(__file__).parents[1] / "config" / "debug.py")
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}

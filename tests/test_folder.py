@@ -15,8 +15,8 @@ import pytest
 from faultlib import Shared, ended, fork, fork_command, train, wait_for
 
 import training.run
-from data.files import warn_once
-from data.options import ConfigError
+from cli.files import warn_once
+from cli.options import ConfigError
 from training.folder import (
     FolderHeld,
     lock_folder,

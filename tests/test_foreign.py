@@ -21,11 +21,11 @@ import sample
 import tools.attention
 import tools.evaluate
 import tools.export
+from cli.command import shown
+from cli.options import ConfigError
 from data import bpe, prepare
-from data.command import shown
 from data.config import DataConfig
 from data.meta import read_meta
-from data.options import ConfigError
 from data.shards import Windows
 from data.tokenizer import Tokenizer, load_tokenizer, prompt_ids, ready_tokenizer, start_ids
 from data.vocabulary import END_OF_TEXT, byte_tokenizer, char_tokenizer, lost_bytes

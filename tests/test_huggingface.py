@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from data.tokenizer import load_tokenizer
 from model import huggingface
 from model.attention import KVCache

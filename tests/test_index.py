@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.options import ConfigError
 from data import index
 from data.index import content_of, last_digest
-from data.options import ConfigError
 from data.sources import Source, open_source
 
 

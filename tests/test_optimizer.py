@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from model.config import ModelConfig
 from model.gpt import GPT
 from training.optimizer import Muon, Optimizers, group_names, orthogonalise

@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.options import (
+from cli.options import (
     ConfigError,
+    conform,
     help_text,
     options_of,
     parse_arguments,
     parse_options,
     parse_sections,
+    parse_value,
 )
-from data.values import conform, parse_value
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from model.config import ModelConfig
 from model.fast import speed_up
 from model.gpt import GPT

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from training.distributed import pick_backend, pick_device
 from training.precision import Precision, cpu_has_bfloat16_units, pick_attention, pick_dtype
 

@@ -21,11 +21,11 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from cli.files import try_lock
+from cli.options import ConfigError
 from data import build, encode, pretokenized, text
 from data.config import DataConfig
-from data.files import try_lock
 from data.meta import DamagedData, read_meta
-from data.options import ConfigError
 from data.plan import make_plan
 from data.prepare import main, prepare, prepared_folder
 from data.preview import preview

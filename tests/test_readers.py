@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli.options import ConfigError
 from data import readers, text
-from data.options import ConfigError
 from data.readers import How, file_pieces, form_of, json_values
 from data.text import PIECE_BYTES, cut, separated_pieces
 

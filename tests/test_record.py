@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from cli.files import warn_once
+from cli.options import ConfigError
 from data import record
 from data.config import DataConfig
-from data.files import warn_once
-from data.options import ConfigError
 from data.prepare import main, prepare
 from data.record import find_fingerprint, hold
 from data.shards import read_meta

@@ -6,7 +6,7 @@ import pytest
 import torch
 from faultlib import Job
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from training.distributed import Ranks, join_ranks
 from training.reduction import TreeSum, odd_part, pick_reduction, sum_over_ranks
 

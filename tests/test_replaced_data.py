@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.options import ConfigError
 from data.meta import DamagedData, read_meta
-from data.options import ConfigError
 from data.prepare import main as prepare_command
 from training import run as training_run
 from training import startup

@@ -15,7 +15,7 @@ import torch
 from runlib import PASSAGE, write_run
 
 import training.folder
-from data.options import ConfigError
+from cli.options import ConfigError
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
 from tools import report as report_tool

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from model.config import ModelConfig
 from training.config import OPTIONS, Config, from_json, load_config, to_json, values_of
 from training.resume import kept, resume_notes, resume_problems, resumed

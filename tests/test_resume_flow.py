@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from data.options import ConfigError
-from data.values import parse_value
+from cli.options import ConfigError, parse_value
 from training import run as run_module
 from training.config import OPTIONS
 from training.evaluate import Evaluation

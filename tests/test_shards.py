@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from cli.options import ConfigError
 from data import shards
 from data.meta import BLOCK_BYTES, DamagedData, Meta, read_meta, write_meta
-from data.options import ConfigError
 from data.shards import IGNORE_INDEX, Windows
 from data.writer import ShardWriter
 

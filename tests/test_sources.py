@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli.options import ConfigError
 from data import readers, text
 from data.index import content_of
-from data.options import ConfigError
 from data.readers import How
 from data.sources import named_split, open_source, parse_mixture
 from data.split import FEW_DOCUMENTS, resolve_split, split_of

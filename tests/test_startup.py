@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
 import train
+from cli.options import ConfigError
 from data.config import DataConfig
-from data.options import ConfigError
 from model.config import ModelConfig
 from model.gpt import GPT
 from training import startup

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from cli.options import ConfigError
 from data import bpe, pretrained
 from data.config import TIKTOKEN_NAMES, DataConfig
-from data.options import ConfigError
 from data.tokenizer import StreamDecoder, load_tokenizer, ready_tokenizer, start_ids
 from data.vocabulary import byte_tokenizer, char_tokenizer
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tools.evaluate
 import tools.export
-from data.options import ConfigError
+from cli.options import ConfigError
 from data.vocabulary import byte_tokenizer, ids_tokenizer
 from model.config import ModelConfig
 from model.gpt import GPT

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import sample
 import train
-from data.options import ConfigError
+from cli.options import ConfigError
 from data.prepare import prepared_folder
 from data.shards import IGNORE_INDEX, Windows
 from training import run as run_module

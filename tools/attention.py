@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from data.command import run_command
-from data.options import ConfigError, parse_options
+from cli.command import run_command
+from cli.options import ConfigError, parse_options
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from torch import Tensor

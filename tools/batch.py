@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from data.command import run_command, shown
-from data.options import parse_options
+from cli.command import run_command, shown
+from cli.options import parse_options
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from training.config import Config

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from data.command import run_command
-from data.options import ConfigError, parse_options
+from cli.command import run_command
+from cli.options import ConfigError, parse_options
 
 if TYPE_CHECKING:
     from data.shards import Windows

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from data.command import run_command
-from data.options import ConfigError, parse_options
+from cli.command import run_command
+from cli.options import ConfigError, parse_options
 
 if TYPE_CHECKING:
     from data.tokenizer import Tokenizer

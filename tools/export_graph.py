@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from model.config import ModelConfig
 from model.gpt import GPT
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from data.pretrained import CONFIG_FILE
 from data.tokenizer import Tokenizer
 from model.families import ARCHITECTURES

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from model.config import ModelConfig
 from model.gpt import GPT
 from tools.export_graph import (

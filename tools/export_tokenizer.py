@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from cli.options import ConfigError
 from data.bpe import JSON_FILE, byte_of_character
-from data.options import ConfigError
 from data.pretrained import CONFIG_FILE
 from data.tokenizer import Tokenizer
 from data.vocabulary import END_OF_TEXT

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from data.command import run_command
-from data.options import ConfigError, help_text, options_of, parse_options
+from cli.command import run_command
+from cli.options import ConfigError, help_text, options_of, parse_options
 from training.config import SECTIONS, Config, load_config
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right

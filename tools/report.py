@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from data.command import run_command
-from data.options import ConfigError, parse_options
+from cli.command import run_command
+from cli.options import ConfigError, parse_options
 
 USAGE = (
     "python -m tools.report RUN [RUN ...] [--out=FILE], such as: python -m tools.report out/small"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from training.checkpoint import find_checkpoint
 from training.config import Config
 from training.logger import UNKNOWN_STEPS

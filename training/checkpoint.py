@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.files import sync_folder
-from data.options import ConfigError
+from cli.files import Entry, free_name, json_bytes, replace_file, sync_folder, write_file
+from cli.options import ConfigError
 from training.loading import Checkpoint, load_checkpoint
 from training.manifest import (
     MANIFEST,
@@ -32,13 +32,8 @@ from training.manifest import (
     RUN,
     STATE,
     DamagedCheckpoint,
-    Entry,
     check_finite,
-    free_name,
-    json_bytes,
-    replace_file,
     tensor_pieces,
-    write_file,
     write_manifest,
 )
 from training.state import TrainState

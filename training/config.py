@@ -18,16 +18,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from data.config import DataConfig
-from data.options import (
+from cli.options import (
     ConfigError,
+    conform,
     exit_for_help,
+    in_short,
     nearest,
     options_of,
     parse_arguments,
     typed_text,
 )
-from data.values import conform, in_short
+from data.config import DataConfig
 from model.config import ModelConfig
 from training.sections import LogConfig, OptimConfig, ParallelConfig, RunConfig, ScheduleConfig
 

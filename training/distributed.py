@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.command import exit_code_of
-from data.limits import usable_cores
-from data.options import ConfigError
+from cli.command import exit_code_of
+from cli.limits import usable_cores
+from cli.options import ConfigError
 from training.pulse import Pulse
 
 POLL_SECONDS = 0.05  # at most, between two looks at what another rank has posted

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data.command import make_folder
-from data.files import try_lock, warn_once
-from data.options import ConfigError
-from training.manifest import free_name, replace_file
+from cli.command import make_folder
+from cli.files import free_name, replace_file, try_lock, warn_once
+from cli.options import ConfigError
 
 # What a run writes into its folder, run.json first.
 WRITTEN = ("run.json", "metrics.jsonl", "snapshots.jsonl", "checkpoints", "report.html", "wandb_id")

@@ -17,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from training.config import Config, from_json
 from training.folder import read_entries
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from data.prepare import prepared_root
 from data.record import find_fingerprint
 from training.config import Config, from_json

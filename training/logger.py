@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cli.files import named_in_errors, replace_file
 from training.folder import next_attempt
-from training.manifest import named_in_errors, replace_file
 
 UNKNOWN_STEPS = 10**9  # as good as endless: a time budget before its first fit
 

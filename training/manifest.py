@@ -7,7 +7,6 @@ name that comes from a file leads out of its folder.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -23,18 +22,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from data.files import sync
+from cli.files import CHUNK, Entry, Piece, json_bytes, write_file
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
 MODEL, OPTIM, RUN, STATE = "model.safetensors", "optim.safetensors", "run.json", "state.json"
 FILES = (MODEL, OPTIM, RUN, STATE)
-CHUNK = 1 << 20  # bytes written and hashed at a time
 MAX_JSON = 64 << 20  # a larger JSON file is not ours
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
-
-Piece = bytes | memoryview
-Entry = dict[str, Any]  # {"size": bytes, "sha256": hex}
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -44,34 +39,6 @@ class DamagedCheckpoint(RuntimeError):
 
 
 # Writing
-
-
-def write_file(path: Path, pieces: Iterable[Piece]) -> Entry:
-    """Write the pieces one after the other, surely on disk; returns the manifest's entry.
-
-    Raises OSError that names `path` when the disk is full or not writable.
-    """
-    digest, size = hashlib.sha256(), 0
-    with named_in_errors(path), open(path, "wb") as file:
-        for piece in pieces:
-            for start in range(0, len(piece), CHUNK):
-                part = piece[start : start + CHUNK]
-                file.write(part)
-                digest.update(part)
-            size += len(piece)
-        file.flush()
-        sync(file.fileno())
-    return {"size": size, "sha256": digest.hexdigest()}
-
-
-@contextlib.contextmanager
-def named_in_errors(path: Path) -> Iterator[None]:
-    """Let an OSError of a write, which does not know its file, say which it was."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 def tensor_pieces(tensors: dict[str, Tensor]) -> Iterator[Piece]:
@@ -93,17 +60,6 @@ def tensor_pieces(tensors: dict[str, Tensor]) -> Iterator[Piece]:
         yield memoryview(plain.view(torch.uint8).numpy())
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Replace a small file by a rename, so that a reader or a kill never meets half of it."""
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    try:
-        write_file(temporary, [text.encode()])
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def write_manifest(folder: Path, step: int, about: dict[str, Any], files: dict[str, Entry]) -> None:
     """The last file of a checkpoint. `seal` is a hash of the rest: the manifest proves itself."""
     manifest = {"format": FORMAT, "step": step, "about": about, "files": files}
@@ -111,22 +67,8 @@ def write_manifest(folder: Path, step: int, about: dict[str, Any], files: dict[s
     write_file(folder / MANIFEST, [json_bytes(sealed)])
 
 
-def json_bytes(value: Any) -> bytes:
-    """The JSON of a small file that people may look at."""
-    return json.dumps(value, indent=1).encode()
-
-
 def _hash_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def free_name(path: Path) -> Path:
-    """`path`, or the first of path-1, path-2 ... that does not exist."""
-    candidate, number = path, 0
-    while os.path.lexists(candidate):
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
 
 
 # Reading

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from data.limits import cgroup_memory_left
+from cli.limits import cgroup_memory_left
 from model.fast import speed_up
 from model.gpt import GPT
 from training.config import Config

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from data.limits import usable_cores
+from cli.limits import usable_cores
 from training.advice import Advice, Adviser
 from training.budget import UNFITTED
 from training.config import Config

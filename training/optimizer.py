@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from model.gpt import GPT
 from training.config import OptimConfig
 from training.precision import gpu_has_bfloat16_units

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from data.options import ConfigError
+from cli.options import ConfigError
 
 # A training step in bfloat16 ran at 0.7 to 0.9 of float32's speed at width 128 and at 1.9 of it at
 # width 384 with AMX; with AVX-512 BF16 at 1.0, 1.4 and 1.6 of it at widths 128, 256 and 384.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from training.distributed import Ranks
 
 

@@ -7,11 +7,11 @@ report.css and report.js go into the page.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from data.options import ConfigError
+from cli.files import replace_file
+from cli.options import ConfigError
 from training import page
 from training.charts import Charts, draw
 from training.history import REPORT, History
@@ -27,12 +27,7 @@ def write_report(histories: Sequence[History], path: Path) -> Path:
     Raises ImportError without bokeh, OSError if not writable.
     """
     text = make_page(histories, draw(histories))
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, text.encode("utf-8", "replace"))
     return path
 
 

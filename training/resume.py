@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from data.options import typed_text
+from cli.options import typed_text
 from training.config import OPTIONS, Config, differences, values_of
 from training.sections import seconds_of
 

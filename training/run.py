@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
+from cli.files import replace_file
 from data.loader import Batch, BatchLoader, prefetch
 from data.shards import Windows
 from training.budget import Budget, fitted, open_budget, steps_at
-from training.checkpoint import Checkpoints, TrainState, model_tensors, replace_file
+from training.checkpoint import Checkpoints, TrainState, model_tensors
 from training.config import Config, sections_of, to_json
 from training.evaluate import choose_windows, evaluate, windows_at_once
 from training.hardware import model_flops_utilisation, peak_flops

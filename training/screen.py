@@ -9,8 +9,8 @@ from contextlib import nullcontext
 
 import torch
 
-from data.command import shown
-from data.options import ConfigError
+from cli.command import shown
+from cli.options import ConfigError
 from data.tokenizer import Tokenizer
 from training import snapshot
 from training.budget import UNFITTED

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from cli.options import ConfigError
 from data.loader import BatchLoader
 from data.meta import Meta, check_tokenizer, read_meta, read_tokenizer
-from data.options import ConfigError
 from data.prepare import difference_from, prepare, prepared_root, source_options
 from data.record import find_fingerprint, hold, note_use, read_made_from
 from data.shards import Windows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
-from data.values import conform
+from cli.options import conform
 
 # What torch's GradScaler calls its state.
 SCALER = {

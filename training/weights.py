@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cli.options import ConfigError
 from data.config import DataConfig
-from data.options import ConfigError
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import huggingface
 from model.config import DROPOUTS, ModelConfig

@@ -21,8 +21,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from data.command import run_command
-from data.options import ConfigError, parse_arguments, parse_options
+from cli.command import run_command
+from cli.options import ConfigError, parse_arguments, parse_options
 
 # mode -> where bench_<mode> is: tools/bench/<part>.py. Its parameters are the options it reads.
 MODES = {

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+from cli.options import ConfigError
 from data.config import DataConfig
 from data.loader import BatchLoader
 from data.meta import read_meta
-from data.options import ConfigError
 from data.plan import SAMPLE_BYTES
 from data.prepare import prepare
 from data.shards import TokenStream, Windows

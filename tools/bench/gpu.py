@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from model.attention import ATTENTION, Attend, reference_attention
 from model.config import ModelConfig
 from model.gpt import GPT

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from data.prepare import prepare
 from tools.bench.data import text_of
 from tools.bench.peer import (

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from model.config import ModelConfig
 
 DATASET = "data/shakespeare_char"

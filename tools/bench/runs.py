@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.options import ConfigError
+from cli.options import ConfigError
 from data.prepare import prepare
 from tools.bench.table import show
 from training.config import load_config

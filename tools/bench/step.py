@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from cli.options import ConfigError
 from data.config import DataConfig
-from data.options import ConfigError
 from model.config import ModelConfig
 from model.fast import speed_up
 from model.gpt import GPT

@@ -1,17 +1,80 @@
-"""Locks and syncs, also where a file system does not offer them: then with one warning."""
+"""Files that are complete or absent; locks and syncs, with one warning where there are none."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
+import hashlib
+import json
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+CHUNK = 1 << 20  # bytes written and hashed at a time
+
+Piece = bytes | memoryview
+Entry = dict[str, Any]  # {"size": bytes, "sha256": hex}
 
 # What Lustre, NFS and FUSE mounts say to a call that they do not know or allow. Not EIO or ENOSPC:
 # these are faults of the disk.
 NOT_OFFERED = ("ENOSYS", "ENOTSUP", "EOPNOTSUPP", "EINVAL", "ENOTTY", "EBADF", "EACCES", "EPERM")
+
+
+def write_file(path: Path, pieces: Iterable[Piece]) -> Entry:
+    """Write the pieces one after the other, surely on disk; returns the manifest's entry.
+
+    Raises OSError that names `path` when the disk is full or not writable.
+    """
+    digest, size = hashlib.sha256(), 0
+    with named_in_errors(path), open(path, "wb") as file:
+        for piece in pieces:
+            for start in range(0, len(piece), CHUNK):
+                part = piece[start : start + CHUNK]
+                file.write(part)
+                digest.update(part)
+            size += len(piece)
+        file.flush()
+        sync(file.fileno())
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+@contextlib.contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """Let an OSError of a write, which does not know its file, say which it was."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Replace a file by a rename, so that a reader or a kill never meets half of it."""
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        data = content.encode() if isinstance(content, str) else content
+        write_file(temporary, [data])
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def json_bytes(value: Any) -> bytes:
+    """The JSON of a small file that people may look at."""
+    return json.dumps(value, indent=1).encode()
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or the first of path-1, path-2 ... that does not exist."""
+    candidate, number = path, 0
+    while os.path.lexists(candidate):
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
 
 
 def try_lock(stream: IO, shared: bool = False) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from data.options import ConfigError
+from cli.options import ConfigError
 
 UNWRITABLE = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM")
 FIRST_RANK_SECONDS = 10  # in which the first rank of a machine tells a mistake

@@ -1,0 +1,1 @@
+"""What every command shares: options, exit codes, user errors, safe writes and locks."""
