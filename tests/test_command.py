@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from cli import command
 from cli.command import ended_by_ctrl_c, exit_code_of, lasting_output, make_folder, run_command
 from cli.options import ConfigError
-from data import command
 
 
 def run_main(body: str) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from data import limits
+from cli import limits
 from data.encode import n_workers
 from training.distributed import default_threads
 
