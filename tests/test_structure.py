@@ -331,3 +331,23 @@ def test_the_file_tree_in_the_docs_is_the_real_one():
     missing = sorted(real - set(told))
     assert not missing, f"docs/files.md needs a line for each of {missing}"
     assert {"docs/", "tests/", "README.md", "LICENSE", "requirements.txt"} <= set(told)
+
+
+# What to read first. Together these files are the whole way of a batch.
+SPINE = {
+    "": ["train", "sample"],
+    "model": ["config", "gpt", "attention", "rope", "layers", "loss", "generate"],
+    "data": ["shards", "loader"],
+    "training": ["startup", "run", "step", "optimizer", "evaluate", "checkpoint", "logger"],
+}
+
+
+def test_the_readme_names_the_files_of_the_spine_and_every_folder():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for folder, names in SPINE.items():
+        row = next((line for line in readme.splitlines() if line.startswith(f"| `{folder}/`")), "")
+        for name in names:
+            assert Path(folder, f"{name}.py") in FILES
+            assert f"`{name}.py`" in (row or readme), f"{folder}/{name}.py"
+    for folder in [*PACKAGES, "docs", "tests"]:
+        assert f"`{folder}/`" in readme, f"README.md does not say what {folder}/ is for"
