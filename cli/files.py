@@ -52,15 +52,20 @@ def named_in_errors(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a file by a rename, so that a reader or a kill never meets half of it."""
+    """Replace a file by a rename, so that a reader or a kill never meets half of it.
+
+    Raises OSError that names `path` when the disk is full or not writable.
+    """
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         data = content.encode() if isinstance(content, str) else content
         write_file(temporary, [data])
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):  # renamed, or never made on a read-only disk
+            temporary.unlink()
 
 
 def json_bytes(value: Any) -> bytes:

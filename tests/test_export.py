@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import errno
 import itertools
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -134,6 +136,28 @@ def test_a_folder_that_is_there_is_not_touched(small, tmp_path, command):
     assert code == 2
     assert "is there already" in err
     assert (tmp_path / "mine").read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["hf", "onnx", "torchscript", "torch_export"])
+def test_a_disk_that_takes_no_more_is_told_by_name(kind, small, tmp_path, command):
+    out, before = tmp_path / kind, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))  # the weights alone are larger
+    try:
+        code, _, err = command(tools.export.main, small, f"--format={kind}", f"--out={out}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 5 and err.count("error: ") == 1
+    assert f"'{out}" in err and "partial" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_told_by_name(small, tmp_path, command, monkeypatch):
+    def refused(path, *arguments, **options):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    code, _, err = command(tools.export.main, small, f"--out={tmp_path / 'hf'}")
+    assert code == 5 and err.endswith(f"'{tmp_path / 'hf'}'\n")
 
 
 @pytest.mark.parametrize("kind", ["hf", "onnx", "torchscript", "torch_export"])

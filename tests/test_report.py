@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import training.folder
 from cli.options import ConfigError
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
+from tools import attention
 from tools import report as report_tool
 from training import page
 from training.config import Config, from_json
@@ -495,6 +497,23 @@ def test_a_page_is_written_over_a_page_of_ours_alone(command, tmp_path, trained)
     for other in (trained / "run.json", "/dev/null"):
         assert "is no page of ours" in command(main, trained, f"--out={other}")[2]
     assert (trained / "run.json").read_bytes() == recipe
+
+
+@pytest.mark.parametrize("tool", [report_tool, attention], ids=["report", "attention"])
+def test_a_page_that_cannot_be_written_is_told_by_name_and_the_old_one_stays(
+    tool, command, tmp_path, trained
+):
+    page, before = tmp_path / "page.html", resource.getrlimit(resource.RLIMIT_FSIZE)
+    argv = [trained, f"--out={page}", *["--prompt=def "] * (tool is attention)]
+    assert command(tool.main, *argv)[0] == 0
+    good = page.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        code, _, err = command(tool.main, *argv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 5 and err.endswith(f"'{page}'\n")
+    assert page.read_bytes() == good and not list(tmp_path.glob(".tmp-*"))
 
 
 def test_a_folder_without_a_run_is_a_mistake(command, tmp_path):

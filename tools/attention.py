@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
 
     import torch
 
+    from cli.files import replace_file
     from data.tokenizer import check_ids
     from training.report import check_page
     from training.weights import load_for_sampling
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
     if not shown:
         raise ConfigError(f"prompt={options.prompt!r}: no token in it")
     path = Path(options.out) if options.out else Path(run, "attention.html")
-    path.write_text(make_page(f"{run}: attention", model, tokenizer, shown), encoding="utf-8")
+    replace_file(path, make_page(f"{run}: attention", model, tokenizer, shown))
     cut = f" (the first of {len(ids)})" if len(shown) < len(ids) else ""
     print(f"{path}: {len(shown)} tokens{cut}, open it in a browser")
     return 0

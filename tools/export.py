@@ -47,13 +47,15 @@ def main(argv: list[str]) -> int:
 
     model, tokenizer = load_for_sampling(Path(run), options.which, torch.device("cpu"))
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         said = export(model, tokenizer, options.format, partial)
         make_readable(partial)
         os.rename(partial, out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno:  # a write that fails does not say where
+            error.filename = str(error.filename or out).replace(str(partial), str(out))
         raise
     print("\n".join([*said, f"exported {run} to {out}"]).replace(str(partial), str(out)))
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def export_torchscript(model: GPT, folder: Path) -> list[str]:
         # The tracer warns of Python reading a size: here only to check shapes, never to choose.
         warnings.simplefilter("ignore")
         traced = torch.jit.trace(GraphGPT(model), example_inputs(model.config), check_trace=False)
-        torch.jit.save(traced, str(path))
+        with path.open("wb") as stream:  # given a path, torch aborts when the disk is full
+            torch.jit.save(traced, stream)
         loaded = torch.jit.load(str(path))
     said = compare(lambda tokens, past: list(loaded(tokens, *past)), cases, model.config, LIMIT)
     return [f"torch.jit.load: {said}"]
@@ -39,7 +41,9 @@ def export_torch_export(model: GPT, folder: Path) -> list[str]:
             example_inputs(config),
             dynamic_shapes=({0: batch, 1: length}, pasts),
         )
-    torch.export.save(program, str(path))
+    content = io.BytesIO()  # here it aborts with an open file, too
+    torch.export.save(program, content)
+    path.write_bytes(content.getbuffer())
     loaded = torch.export.load(str(path)).module()
     said = compare(lambda tokens, past: list(loaded(tokens, *past)), cases, config, LIMIT)
     return [f"torch.export.load: {said}"]
