@@ -6,11 +6,13 @@ import math
 
 import pytest
 import torch
+from faultlib import Job
+from torch.nn.parallel import DistributedDataParallel
 
 from model.config import ModelConfig
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
-from training.distributed import Ranks
+from training.distributed import Ranks, join_ranks
 from training.optimizer import Optimizers
 from training.precision import Precision
 from training.sections import OptimConfig
@@ -168,6 +170,45 @@ def test_frozen_weights_stay_and_the_others_train(frozen, n_micro, reduction, op
         assert train_step(setup, cut(batch(step), n_micro), step).grad_norm > 0
     for name, p in setup.model.named_parameters():
         assert torch.equal(p, before[name]) == name.startswith(frozen), name
+
+
+def frozen_steps(reduction: str, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The weights after two steps of four micro-batches, some weights frozen."""
+    setup = make_setup(4, reduction, tie_embeddings=False)
+    freeze(setup.model, FROZEN)
+    setup.optimizers = Optimizers(setup.model, OptimConfig(lr=0.01), torch.device("cpu"))
+    setup.ranks = ranks
+    if ranks.world > 1 and reduction == "fast":
+        setup.ddp = DistributedDataParallel(setup.model)
+    for step in range(2):
+        mine = [cut(batch(step), 4)[micro] for micro in setup.local_micro]
+        assert train_step(setup, mine, step).grad_norm > 0
+    return {name: p.detach().clone() for name, p in setup.model.named_parameters()}
+
+
+FROZEN = ("embed", "layers.0.attn")
+
+
+def test_frozen_weights_stay_on_two_ranks_too(tmp_path):
+    def command(argv: list[str]) -> int:
+        torch.set_num_threads(1)
+        ranks = join_ranks("auto", 30)
+        ranks.start("cpu")
+        found = {reduction: frozen_steps(reduction, ranks) for reduction in ("exact", "fast")}
+        torch.save(found, tmp_path / f"{ranks.rank}.pt")
+        ranks.close()
+        return 0
+
+    job = Job(2, [], tmp_path, command=command)
+    assert job.wait() == [0, 0], job.text()
+    first, wanted = make_setup(tie_embeddings=False).model, frozen_steps("exact", Ranks())
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        for name, p in first.named_parameters():
+            assert torch.equal(found["exact"][name], wanted[name]), name
+            torch.testing.assert_close(found["fast"][name], wanted[name], rtol=1e-4, atol=1e-5)
+            for weights in found.values():
+                assert torch.equal(weights[name], p) == name.startswith(FROZEN), name
 
 
 def test_a_weight_that_no_micro_batch_uses_has_a_gradient_of_zero():
