@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from cli.options import ConfigError
+from cli.options import ConfigError, first_on_machine
 
 UNWRITABLE = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM")
 FIRST_RANK_SECONDS = 10  # in which the first rank of a machine tells a mistake
@@ -48,7 +48,7 @@ def _let_the_first_rank_tell() -> None:
     Under torchrun each of them finds the same mistake in a config. When the first has told it,
     torchrun ends them; one that is still here after the wait has a mistake of its own.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not first_on_machine():
         time.sleep(FIRST_RANK_SECONDS)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -368,8 +369,19 @@ def _spell(annotation: Any, names: Mapping[type, str], between: str) -> str:
 def exit_for_help(argv: Sequence[str], usage: str, sections: Mapping[str, type]) -> None:
     """Print the help and exit 0 if it is asked for, whatever else was typed."""
     if "--help" in argv or "-h" in argv:
-        print(help_text(usage, sections))
+        print_once(help_text(usage, sections))
         raise SystemExit(0)
+
+
+def first_on_machine() -> bool:
+    """Whether this process is the first rank of its machine, or no rank at all."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def print_once(text: str) -> None:
+    """Print what all ranks of a machine have read from the same command line."""
+    if first_on_machine():
+        print(text)
 
 
 def help_text(usage: str, sections: Mapping[str, type]) -> str:

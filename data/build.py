@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial as bind
 from itertools import islice
@@ -15,7 +15,7 @@ from typing import Any
 from cli.files import json_bytes, replace_file, sync, sync_folder
 from cli.options import ConfigError
 from data.encode import Encoded, encode_task, grouped, in_order, n_workers
-from data.index import Stamp, stamps_of
+from data.index import Stamp, looks_unchanged, stamps_of
 from data.meta import (
     META_FILE,
     SPLITS,
@@ -107,7 +107,7 @@ def build(
     """
     partial = partial_folder(folder.parent, key_of(made_from))
     done = _continued(partial, made_from, say)
-    tokenizer = _kept_tokenizer(plan, partial, say)
+    tokenizer = _kept_tokenizer(plan, stamps, partial, say)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     with _bar(plan, folder.name, progress) as bar:
         for number in range(len(plan.sources)):
@@ -116,7 +116,8 @@ def build(
                 continue
             skip, read = done.tasks[number], Read(_ends(tokenizer))
             results = _encoded(plan, number, tokenizer, dtype, partial, skip, bar, read)
-            _write_shards(partial, number, results, done, dtype, shard_bytes)
+            check = bind(_check_unchanged, plan, number, stamps[number])
+            _write_shards(partial, number, results, done, check, dtype, shard_bytes)
             for line in read.lines(plan.config.separator):
                 say(f"{plan.sources[number].spec}: {line}")
         if bar.total:
@@ -134,7 +135,7 @@ def build(
     _check_splits(plan, meta, partial)
     if stamps != [stamps_of(source) for source in plan.sources]:
         shutil.rmtree(partial)  # it may hold some of the one content and some of the other
-        raise ConfigError(f"data.source={plan.config.source} changed meanwhile: run this again")
+        raise _changed(plan)
     write_meta(partial, meta)
     _put(partial, folder)
     (folder / PROGRESS_FILE).unlink(missing_ok=True)  # last: until here it can be continued
@@ -181,10 +182,15 @@ def _write_shards(
     number: int,
     results: Iterator[Encoded],
     done: Progress,
+    check: Callable[[], None],
     dtype: str,
     shard_bytes: int,
 ) -> None:
-    """Write one source's ids; a shard of each split is finished with every shard_bytes of text."""
+    """Write one source's ids; a shard of each split is finished with every shard_bytes of text.
+
+    check: raises if the source has changed. It is called before shards are noted, so that those
+    noted hold the content that the folder is named after, whatever happens next.
+    """
     writers: dict[str, ShardWriter] = {}
     tasks = done.tasks[number]
     try:
@@ -198,11 +204,22 @@ def _write_shards(
             tasks += 1
             # Ids that stand for no text count as a byte each.
             if sum(w.bytes or w.tokens for w in writers.values()) >= shard_bytes:
+                check()
                 done.add(number, tasks, False, _closed(writers))
+        check()
         done.add(number, tasks, True, _closed(writers))
     finally:
         for writer in writers.values():
             writer.abandon()
+
+
+def _check_unchanged(plan: Plan, number: int, stamps: list[Stamp]) -> None:
+    if not looks_unchanged(plan.sources[number], stamps):
+        raise _changed(plan)
+
+
+def _changed(plan: Plan) -> ConfigError:
+    return ConfigError(f"data.source={plan.config.source} changed meanwhile: run this again")
 
 
 def _closed(writers: dict[str, ShardWriter]) -> list[Shard]:
@@ -244,11 +261,13 @@ def _ends(tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(dict.fromkeys([END_OF_TEXT, *own]))
 
 
-def _kept_tokenizer(plan: Plan, folder: Path, say: Say) -> Tokenizer:
+def _kept_tokenizer(plan: Plan, stamps: list[list[Stamp]], folder: Path, say: Say) -> Tokenizer:
     """The tokenizer of a build: made once, kept in the folder."""
     path = folder / "tokenizer"
     if not path.is_dir():
         tokenizer = plan.tokenizer or make_tokenizer(plan, say)
+        for number in range(len(plan.sources)):
+            _check_unchanged(plan, number, stamps[number])
         temporary = folder / "tokenizer.tmp"
         tokenizer.save(temporary)
         os.rename(temporary, path)

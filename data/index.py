@@ -26,6 +26,7 @@ from data.sources import STDIN, Source, absolute
 INDEX_FOLDER = ".sources"
 SAMPLE_BYTES = 4096  # at each of three places
 LARGE = 2 << 30  # bytes that take seconds to hash
+MOST_NAMED = 10  # files, in an error
 STALE_LINES = 1000  # that are kept before the file is written anew
 
 Stamp = tuple[str, int, int, str]  # a file's name, size, time in ns and sample
@@ -98,8 +99,29 @@ def stamps_of(source: Source) -> list[Stamp]:
     """What tells cheaply whether a file has changed: equal stamps are taken for equal content.
 
     A change that keeps a file's size, its time and the three sampled blocks is not seen.
+    Raises ConfigError that names the files that cannot be read.
     """
-    return [_stamp(source.name_of(file), file) for file in source.files]
+    stamps, problems = [], []
+    for file in source.files:
+        try:
+            stamps.append(_stamp(source.name_of(file), file))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        more = len(problems) - MOST_NAMED
+        raise ConfigError(
+            problems[:MOST_NAMED] + [f"{more} more files cannot be read"] * (more > 0)
+        )
+    return stamps
+
+
+def looks_unchanged(source: Source, stamps: list[Stamp]) -> bool:
+    """Whether each file still has the size and the time of its stamp: cheaper than `stamps_of`."""
+    try:
+        stats = [file.stat() for file in source.files]
+    except OSError:
+        return False
+    return [(stat.st_size, stat.st_mtime_ns) for stat in stats] == [stamp[1:3] for stamp in stamps]
 
 
 def _stamp(name: str, file: Path) -> Stamp:

@@ -324,6 +324,12 @@ def main(argv: list[str]) -> int:
     )
     sections, _ = parse_sections(argv, {"data": DataConfig, "": Actions}, usage=usage)
     config, actions = sections["data"], sections[""]
+    if (actions.dry_run or actions.verify) and STDIN in [spec for spec, _ in parts_of(config)]:
+        option = "dry_run" if actions.dry_run else "verify"
+        raise ConfigError(
+            f"{option}=true: standard input (--{source_options(config)}) can be read only once, to "
+            "prepare it; save the text in a file and name that"
+        )
     if actions.list:
         list_folders(prepared_root(config))
     elif actions.remove:

@@ -7,6 +7,7 @@ from itertools import islice
 
 from data.config import DataConfig
 from data.encode import n_workers
+from data.index import stamps_of
 from data.plan import Plan, Say, make_plan, make_tokenizer
 from data.sources import open_sources, parts_of
 from data.tokenizer import Tokenizer, ready_tokenizer
@@ -19,6 +20,8 @@ def preview(config: DataConfig, say: Say = print) -> None:
     """Say what preparing would read, make and take, and show the first document's tokens."""
     ready = ready_tokenizer(config.tokenizer)
     sources, weights = open_sources(config), [weight for _, weight in parts_of(config)]
+    for source in sources:
+        stamps_of(source)  # raises if a file cannot be read
     plan = make_plan(config, sources, weights, ready)
     for source, split, weight in zip(sources, plan.splits, weights, strict=True):
         size = f"{len(source.files):,} files, {source.size / 1e6:,.1f} MB, " if source.files else ""

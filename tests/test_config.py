@@ -346,6 +346,16 @@ def test_help_needs_no_file(capsys):
     assert "--print_config" in text
 
 
+@pytest.mark.parametrize("asked", ["--help", "--print_config"])
+def test_of_the_ranks_of_a_machine_one_prints(asked, load, monkeypatch, capsys):
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as stop:
+            load(asked)
+        assert stop.value.code == 0
+        assert bool(capsys.readouterr().out) == (rank == "0")
+
+
 def test_the_folder_is_named_after_the_file_unless_given(load):
     assert load().run.out_dir == "out/mine"
     assert load("--out_dir=2024").run.out_dir == "2024"

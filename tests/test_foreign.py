@@ -520,29 +520,34 @@ def new_text(tmp_path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("typed", [False, True])
 def test_a_run_brings_its_tokenizer_and_the_same_command_resumes(
-    own_run, typed, train_tiny, tmp_path, capsys
+    own_run, typed, tiny_argv, tmp_path, capsys, monkeypatch
 ):
+    import train
+
+    monkeypatch.setattr("training.screen.SAMPLE_TOKENS", 10)
     run, name = own_run
+    plain, out = tmp_path / "plain.py", tmp_path / "tuned"
+    plain.write_text("from training.config import Config\nconfig = Config()\n")
     options = {"init_from": run, "source": new_text(tmp_path, "def f1(x):\n    return x\n" * 60)}
-    options |= {"prepared_dir": tmp_path / "prepared", "max_steps": 2}
-    options["tokenizer"] = name if typed else "bpe:4096"  # the default
-    out = tmp_path / "tuned"
-    assert train_tiny(out, **options) == 0
+    options |= {"prepared_dir": tmp_path / "prepared", "max_steps": 2, "tokenizer": name}
+    argv = [str(plain), *tiny_argv(out, **options)[1:]]
+    argv = [text for text in argv if typed or not text.startswith("--tokenizer")]
+    assert train.main(argv) == 0
     assert (
         load_tokenizer(out / "checkpoints/step-2/tokenizer").table
         == load_tokenizer(next(run.glob("checkpoints/step-*")) / "tokenizer").table
     )
     capsys.readouterr()
-    assert train_tiny(out, **options) == 0
+    assert train.main(argv) == 0
     assert "finished at step 2" in capsys.readouterr().out
-    assert train_tiny(out, **{**options, "max_steps": 4}) == 0
+    assert train.main([*(text for text in argv if "max_steps" not in text), "--max_steps=4"]) == 0
 
 
 def test_another_tokenizer_than_the_runs_is_refused(own_run, tiny_argv, tmp_path, command):
     import train
 
     run, name = own_run
-    for other in {"char", "bpe:300", "byte"} - {name}:
+    for other in {"char", "bpe:300", "bpe:4096", "byte"} - {name}:
         argv = tiny_argv(tmp_path / "x", init_from=run, tokenizer=other)
         code, _, err = command(train.main, *argv)
         assert code == 2

@@ -423,6 +423,28 @@ def test_options_that_contradict_the_weights_are_refused(theirs):
     assert "qk_norm" not in text  # it was left at its default
 
 
+TYPED = {  # a value that is the default, too: (option, value, what the weights have)
+    "n_layers": ("model.n_layers", ModelConfig().n_layers, 2),
+    "d_model": ("model.d_model", ModelConfig().d_model, 48),
+    "qk_norm": ("model.qk_norm", ModelConfig().qk_norm, False),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "has"), TYPED.values(), ids=TYPED)
+def test_a_default_that_is_typed_and_contradicts_the_weights_is_refused(name, value, has, theirs):
+    config = asked(theirs["llama-gqa"][1])
+    with pytest.raises(ConfigError) as raised:
+        inherit_model(replace(config, typed={name: value}), print)
+    assert f"{name}={value}: " in str(raised.value) and str(has) in str(raised.value)
+    assert "leave" in str(raised.value)
+    inherit_model(replace(config, typed={"optim.lr": 0.1}), print)
+
+
+def test_an_option_that_is_typed_as_automatic_follows_the_weights(theirs):
+    config = replace(asked(theirs["llama-gqa"][1]), typed={"model.n_kv_heads": None})
+    assert inherit_model(config, print).model.n_kv_heads == 2
+
+
 def test_a_hugging_face_folder_has_no_steps(theirs):
     with pytest.raises(ConfigError, match="which=7"):
         find_weights(theirs["gpt2"][1], "7")

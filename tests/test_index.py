@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.options import ConfigError
 from data import index
 from data.index import content_of, last_digest
+from data.prepare import main as prepare_main
 from data.sources import Source, open_source
 
 
@@ -161,19 +161,24 @@ def test_the_index_does_not_grow_without_end(folder, monkeypatch):
     assert last_digest(str(folder), folder.parent / "prepared") == last
 
 
-def test_a_file_that_cannot_be_read_is_the_users_to_mend(folder, monkeypatch):
+def test_files_that_cannot_be_read_are_the_users_to_mend(folder, monkeypatch, command):
     """Exit code 2 and not 5, which is for disks that cannot be written."""
     opened = Path.open
 
     def refuse(self, *arguments, **options):
-        if self.name == "b.txt":
+        if self.suffix == ".txt":
             raise PermissionError(13, "Permission denied", str(self))
         return opened(self, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(ConfigError, match="b.txt cannot be read: Permission denied") as refused:
-        digest(folder)
-    assert refused.value.exit_code == 2
+    monkeypatch.setattr("data.index.MOST_NAMED", 1)
+    prepared = f"--prepared_dir={folder.parent / 'prepared'}"
+    for action in ([], ["--dry_run"]):
+        argv = [f"--source={folder}", "--tokenizer=byte", prepared, *action]
+        code, out, err = command(prepare_main, *argv)
+        assert code == 2
+        assert "a.txt cannot be read: Permission denied" in err and "b.txt" not in err
+        assert "1 more files cannot be read" in err
 
 
 def test_a_name_that_is_not_utf_8_is_hashed_too(folder):

@@ -585,6 +585,38 @@ def test_what_was_read_of_two_versions_is_not_continued(work, monkeypatch):
     assert "Lime" not in "".join(texts_of(prepared(options(work, texts))))
 
 
+@pytest.mark.parametrize("what", ["shards", "tokenizer"])
+def test_killed_while_its_source_was_another_a_preparation_holds_nothing_of_that(
+    work, monkeypatch, what
+):
+    path = work / "a.txt"
+    path.write_text(TEXT * 3)
+    config, times = options(work, tokenizer="bpe:300"), path.stat()
+    monkeypatch.setattr(encode, "TASK_CHARACTERS", 1)
+    owner, name = (build, "encode_task") if what == "shards" else (build, "make_tokenizer")
+    inner, calls = getattr(owner, name), []
+
+    def changing(*arguments):
+        path.write_text((TEXT * 3).replace("Line", "Lime"))
+        calls.append(1)
+        if what == "shards" and len(calls) == 9:
+            raise Killed
+        return inner(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, changing)
+        if what == "tokenizer":
+            encode_until(patch, 0)
+        with pytest.raises((Killed, ConfigError)):
+            prepared(config, shard_bytes=200)
+    path.write_text(TEXT * 3)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a copy that keeps times
+    continued = prepared(config, shard_bytes=200)
+    (work / "fresh").mkdir()
+    fresh = prepared(replace(config, prepared_dir=str(work / "fresh")), shard_bytes=200)
+    assert content(continued) == content(fresh)
+
+
 def test_several_at_once_prepare_it_once(work):
     config = options(work, tokenizer="bpe:400")
     running = [
@@ -945,6 +977,17 @@ def test_standard_input_is_a_text(work, monkeypatch):
     assert ["".join(texts_of(f)) for f in (folder, other)] == [TEXT, TEXT + "more"]
     monkeypatch.setattr("sys.stdin", Stdin(b""))  # which of the two is meant cannot be known
     assert "nothing came" in refusal(config)
+
+
+@pytest.mark.parametrize("action", ["dry_run", "verify"])
+@pytest.mark.parametrize("option", ["source", "val_source"])
+def test_standard_input_is_only_prepared(work, monkeypatch, command, action, option):
+    monkeypatch.setattr("sys.stdin", Stdin(TEXT.encode()))
+    typed = {"source": work / "a.txt", option: "-", "tokenizer": "byte"}
+    argv = [f"--{name}={value}" for name, value in typed.items()]
+    code, out, err = command(main, *argv, f"--prepared_dir={work / 'prepared'}", f"--{action}")
+    assert (code, out) == (2, "")
+    assert f"{action}=true" in err and f"--{option}=-" in err and "file" in err
 
 
 def test_json_lines_on_standard_input_are_documents(work, monkeypatch):

@@ -304,11 +304,14 @@ def test_losses_that_are_no_numbers(tmp_path):
 
 
 def test_a_run_with_a_time_budget_has_the_length_of_its_last_fit(tmp_path):
-    folder = write_run(tmp_path / "budget")
+    folder = write_run(tmp_path / "budget", time_budget="10m")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "attempt": 1, "fit": 900}\n{"step": 9, "attempt": 1, "fit": 300}\n')
     assert read_history(folder).max_steps == 300
     assert read_history(folder).last_step == 200
+    recipe = (folder / "run.json").read_text().replace('"10m"', '""')
+    (folder / "run.json").write_text(recipe)  # as after --time_budget= --max_steps=200
+    assert read_history(folder).max_steps == 200
 
 
 def test_many_snapshots_are_thinned_to_the_ends_and_between():

@@ -12,8 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
+from faultlib import bits
 from safetensors.torch import load_file
 
+import tools.export
 import train
 from cli.options import ConfigError, parse_value
 from training import run as run_module
@@ -74,6 +76,22 @@ def test_the_same_command_continues_to_the_same_bits(
     losses = {e["step"]: e.get("loss") for e in read_metrics(folder / "metrics.jsonl")}
     wanted = {e["step"]: e.get("loss") for e in read_metrics(trained_once / "metrics.jsonl")}
     assert losses == wanted
+
+
+def test_a_run_on_ids_without_text_continues_to_the_same_bits_and_has_no_tokenizer_json(
+    train_tiny, tmp_path, command
+):
+    numbers = [(i * i + i // 7) % 23 for i in range(1500)]
+    (tmp_path / "notes.txt").write_text(" ".join(map(str, numbers)))
+    options = {"source": tmp_path / "notes.txt", "prepared_dir": tmp_path / "prepared"}
+    options |= {"tokenizer": "ids:23", "schedule": "constant", "dropout": 0.1}
+    assert train_tiny(tmp_path / "whole", **options, max_steps=8) == 0
+    for steps in (3, 8):
+        assert train_tiny(tmp_path / "longer", **options, max_steps=steps) == 0
+    assert bits(tmp_path / "longer", 8) == bits(tmp_path / "whole", 8)
+    code, _, err = command(tools.export.main, tmp_path / "whole", f"--out={tmp_path / 'hf'}")
+    assert code == 2 and "tokenizer ids:23" in err and "--format=onnx" in err
+    assert not (tmp_path / "hf").exists()
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(killed_at, train_tiny, tmp_path):

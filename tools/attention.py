@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cli.command import run_command
+from cli.files import replace_file
 from cli.options import ConfigError, parse_options
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
@@ -51,7 +52,6 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from cli.files import replace_file
     from data.tokenizer import check_ids
     from training.report import check_page
     from training.weights import load_for_sampling

@@ -26,6 +26,7 @@ from cli.options import (
     nearest,
     options_of,
     parse_arguments,
+    print_once,
     typed_text,
 )
 from data.config import DataConfig
@@ -144,7 +145,7 @@ def load_config(argv: Sequence[str], *, usage: str = USAGE) -> Config:
     typed = {name: values_of(config)[name] for name in names}
     config = replace(config, typed=typed, in_file=values_of(_override(in_file)))
     if asked.values[""].get("print_config"):
-        print(to_json(config))
+        print_once(to_json(config))
         raise SystemExit(0)
     return config
 

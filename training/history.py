@@ -167,7 +167,8 @@ class History:
     @property
     def max_steps(self) -> int:
         """The length of the run, as far as is known."""
-        return self.fits[-1]["fit"] if self.fits else self.config.run.max_steps
+        run = self.config.run  # a run may have gone on without its budget
+        return self.fits[-1]["fit"] if self.fits and run.time_budget else run.max_steps
 
     @property
     def best(self) -> Entry | None:

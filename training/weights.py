@@ -114,15 +114,15 @@ def load_for_sampling(path: Path, which: str, device: torch.device) -> tuple[GPT
 def inherit_model(config: Config, say: Say) -> Config:
     """With `run.init_from`, the model's options come from the weights, and the tokenizer with them.
 
-    Options that were left at their defaults follow, which is said; ones that were set to something
-    else than the weights have are refused. Dropout belongs to training: it is as asked. So is a
-    context that is shorter than the weights'.
+    Options that were left at their defaults follow, which is said. Ones that were typed, or have
+    another value than the default, are refused if they contradict the weights. Dropout belongs to
+    training: it is as asked. So is a context that is shorter than the weights'.
     Raises ConfigError listing what is refused.
     """
     if not config.run.init_from:
         return config
     source = find_weights(config.run.init_from)
-    asked, default = config.model, ModelConfig()
+    asked, default, typed = config.model, ModelConfig(), config.typed or {}
     problems, values, followed = [], asdict(source.config), []
     data = replace(config.data, tokenizer=_inherited_tokenizer(config, source))
     if data != config.data:
@@ -134,7 +134,9 @@ def inherit_model(config: Config, say: Say) -> Config:
         if name == "context_length" and want < has:
             values[name] = want
             say(f"context {want} of the {has} that the weights know (--context_length=N for more)")
-        elif want == getattr(default, name):
+        elif want in (None, "auto") or (
+            want == getattr(default, name) and f"model.{name}" not in typed
+        ):
             followed.append(f"{name}={has}")
         else:
             problems.append(f"model.{name}={want}: the weights in {source.path} have {has}")
@@ -155,7 +157,8 @@ def _inherited_tokenizer(config: Config, source: Weights) -> str:
     """
     asked = config.data.tokenizer
     theirs = f"run:{config.run.init_from}" if source.is_ours else f"hf:{source.path}"
-    if asked == DataConfig().tokenizer:
+    typed = "data.tokenizer" in (config.typed or {})
+    if asked == DataConfig().tokenizer and not typed:
         return theirs
     made_anew = asked == "char" or asked.startswith("bpe:")
     if not made_anew or not _has_tokenizer(source):
