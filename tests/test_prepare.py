@@ -589,28 +589,34 @@ def test_what_was_read_of_two_versions_is_not_continued(work, monkeypatch):
 def test_killed_while_its_source_was_another_a_preparation_holds_nothing_of_that(
     work, monkeypatch, what
 ):
-    path = work / "a.txt"
-    path.write_text(TEXT * 3)
-    config, times = options(work, tokenizer="bpe:300"), path.stat()
-    monkeypatch.setattr(encode, "TASK_CHARACTERS", 1)
-    owner, name = (build, "encode_task") if what == "shards" else (build, "make_tokenizer")
-    inner, calls = getattr(owner, name), []
+    texts, before, encoded = work / "texts", time.time_ns() - 10**10, []
+    texts.mkdir()
+
+    def write(word: str) -> None:
+        for i in range(20):
+            path = texts / f"{i:02d}.txt"
+            path.write_text("".join(LINES[10 * i : 10 * i + 10]).replace("Line", word))
+            if word == "Line":
+                os.utime(path, ns=(before, before))  # as a copy that keeps times
 
     def changing(*arguments):
-        path.write_text((TEXT * 3).replace("Line", "Lime"))
-        calls.append(1)
-        if what == "shards" and len(calls) == 9:
+        write("Lime")
+        encoded.append(what)
+        if encoded.count("shards") == 9:
             raise Killed
         return inner(*arguments)
 
+    write("Line")
+    config = options(work, texts, tokenizer="bpe:300")
+    monkeypatch.setattr(encode, "TASK_CHARACTERS", 1)
+    inner = build.encode_task if what == "shards" else build.make_tokenizer
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, changing)
         if what == "tokenizer":
             encode_until(patch, 0)
+        patch.setattr(build, inner.__name__, changing)
         with pytest.raises((Killed, ConfigError)):
             prepared(config, shard_bytes=200)
-    path.write_text(TEXT * 3)
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a copy that keeps times
+    write("Line")
     continued = prepared(config, shard_bytes=200)
     (work / "fresh").mkdir()
     fresh = prepared(replace(config, prepared_dir=str(work / "fresh")), shard_bytes=200)
