@@ -203,11 +203,15 @@ def test_learned_positions_beyond_a_shorter_context_are_left_behind(train_tiny, 
     assert torch.allclose(after["positions.weight"], first, atol=1e-6)
 
 
-def test_weights_of_another_tokenizer_are_refused(finetune, tmp_path):
+def test_weights_of_another_tokenizer_are_refused(train_tiny, finetune, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("ABCDEFGHIJKLMNOPQRSTUVWX" * 50)  # 24 characters too, but not the same
-    with pytest.raises(ConfigError, match="data.tokenizer: the data's ids .* are not those"):
-        finetune(source=other, val_fraction=0.3)
+    options = {"source": other, "val_fraction": 0.3}
+    train_tiny(tmp_path / "other", **options, max_steps=1)
+    with pytest.raises(ConfigError, match="data.tokenizer=char .* its ids are not those"):
+        finetune(**options, tokenizer=f"run:{tmp_path / 'other'}")
+    with pytest.raises(ConfigError, match="the char tokenizer does not know 'A'"):
+        finetune(**options)
 
 
 def test_weights_without_an_optimizer_are_enough_to_start_from(finetune, trained):
@@ -215,9 +219,12 @@ def test_weights_without_an_optimizer_are_enough_to_start_from(finetune, trained
     assert finetune() == 0
 
 
-@pytest.mark.parametrize("place", ["nowhere", "tiny/checkpoints"])
-def test_where_there_are_no_weights_one_line_says_so(finetune, tmp_path, place):
-    with pytest.raises(ConfigError, match="no checkpoint there") as caught:
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("nowhere", "no such folder"), ("tiny/checkpoints", "no checkpoint there")],
+)
+def test_where_there_are_no_weights_one_line_says_so(finetune, tmp_path, place, said):
+    with pytest.raises(ConfigError, match=said) as caught:
         finetune(tmp_path / place)
     assert len(caught.value.problems) == 1
 
