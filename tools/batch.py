@@ -57,7 +57,7 @@ def logged(run: Path, step: int) -> Iterator[str]:
     from training.folder import read_lines
     from training.history import METRICS
 
-    for entry in read_lines(run / METRICS):
+    for entry in read_lines(run / METRICS, b'"step": %d,' % step):
         if entry["step"] == step and "loss" in entry:
             loss, norm = (
                 "not finite" if value is None else f"{value:.4f}"

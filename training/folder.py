@@ -69,7 +69,7 @@ def has_stepped(folder: Path) -> bool:
         return True
     try:
         with open(folder / "metrics.jsonl", "rb") as file:
-            return any(b'"loss":' in line for line in file)
+            return any(STEP_MARK in line for line in iter_lines(file))
     except FileNotFoundError:
         return False
 
@@ -119,6 +119,9 @@ def mark_cleared(folder: Path, names: Sequence[str]) -> None:
 # works on the run. They are beside the loop: a line that a kill tore or a disk damaged is left out.
 
 LONGEST_LINE = 1 << 24  # bytes; a longer one is damage and is never held as a whole
+LONG_LOG = 1 << 22  # bytes; of more than that not every line is parsed, where a few will do ...
+LOG_TAIL, LOG_BLOCK = 1 << 16, 1 << 18  # ... but all of its last bytes; read at once
+STEP_MARK = b'"loss":'  # in the line of a training step, and in no other: quotes in texts are \\"
 EVENTS = {"start", "note", "fit"}  # what is neither figures of a step nor of an evaluation
 
 
@@ -192,18 +195,52 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return entry
 
 
-def read_entries(file: BinaryIO) -> Iterator[dict[str, Any]]:
-    """Yield the entries of an open .jsonl file from its present position on, one at a time."""
-    for line in iter(lambda: file.readline(LONGEST_LINE), b""):
-        if (entry := parse_line(line)) is not None:
+def iter_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines from the present position on; one of any length costs bounded memory."""
+    return iter(lambda: file.readline(LONGEST_LINE), b"")
+
+
+def read_entries(file: BinaryIO, mark: bytes = b"") -> Iterator[dict[str, Any]]:
+    """Yield the entries of an open .jsonl file from its present position on, one at a time; only
+    those of lines with `mark` in them."""
+    for line in iter_lines(file):
+        if mark in line and (entry := parse_line(line)) is not None:
             yield entry
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a .jsonl file; a missing file has none."""
+def read_spread(file: BinaryIO, most: int, ordinary: bytes) -> Iterator[dict[str, Any]]:
+    """Yield what `read_entries` does, but of more than LONG_LOG bytes not every entry.
+
+    Of the lines with `ordinary` in them about `most` are parsed, at equal distances in bytes, and
+    all at the end; of the others each one. The line before each of these is parsed too: it has the
+    figures of training at an evaluation.
+    """
+    begin, end = file.tell(), os.fstat(file.fileno()).st_size
+    # Each of the lines brings the one before it.
+    stride = (end - begin) // max(1, most // 2) if end - begin > LONG_LOG else 0
+    due = begin
+    while stride and (place := file.tell()) < end - LOG_TAIL:
+        block = file.read(LOG_BLOCK) + file.readline(LONGEST_LINE)
+        if not block:  # the file has become shorter
+            break
+        before = b""
+        for line in block.rstrip(b"\n").split(b"\n"):
+            place += len(line) + 1
+            if place <= due and ordinary in line:
+                before = line
+                continue
+            for chosen in filter(None, (before, line)):
+                if (entry := parse_line(chosen)) is not None:
+                    yield entry
+            before, due = b"", place + stride
+    yield from read_entries(file)
+
+
+def read_lines(path: Path, mark: bytes = b"") -> Iterator[dict[str, Any]]:
+    """Yield the entries of a .jsonl file, of lines with `mark` in them; a missing file has none."""
     if path.exists():
         with open(path, "rb") as file:
-            yield from read_entries(file)
+            yield from read_entries(file, mark)
 
 
 def next_attempt(metrics: Path) -> int:

@@ -6,12 +6,15 @@
     run.json          the config
 
 Everything is read from files, so a report can be made during the run and after it. A long log is
-thinned while it is read: what is kept does not grow with its length.
+thinned while it is read: what is kept does not grow with its length. A process that logs reads each
+of its own lines and keeps the spikes; of a long log that it finds there, only the evaluations, the
+events and some of the training steps are read (training/folder.py: read_spread).
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -19,13 +22,15 @@ from typing import Any
 
 from cli.options import ConfigError
 from training.config import Config, from_json
-from training.folder import read_entries
+from training.folder import STEP_MARK, read_spread
 
 METRICS, SNAPSHOTS, REPORT = "metrics.jsonl", "snapshots.jsonl", "report.html"
 MOST_STRETCHES = 1500  # of a log, at the most; half of them at the least, once it is long
 MOST_EVENTS = 200  # kept of each kind, the newest
 MOST_SNAPSHOTS = 12  # evenly spread ones that a report shows
 BATCH = 1024  # entries thinned at once
+# Of a long file: about how many of which lines are read.
+READ = {METRICS: (10_000, STEP_MARK), SNAPSHOTS: (20 * MOST_SNAPSHOTS, b"")}
 Entry = dict[str, Any]
 
 
@@ -147,7 +152,7 @@ class History:
 
     @property
     def name(self) -> str:
-        return self.folder.name
+        return os.path.basename(os.path.abspath(self.folder))  # of out_dir=. too
 
     @property
     def steps(self) -> list[Entry]:
@@ -182,6 +187,11 @@ class History:
             pass
         for entry in self._new_entries(SNAPSHOTS):
             self._keep_snapshot(entry)
+        for start in self.starts:  # what an earlier attempt said beyond it is not in the run
+            earlier, step = range(1, start["attempt"]), start["step"]
+            self.snapshots = [
+                old for old in self.snapshots if old["step"] <= step or old["attempt"] not in earlier
+            ]
 
     def read_metrics(self) -> Iterator[Entry]:
         """Yield each new entry of metrics.jsonl once it is taken in."""
@@ -194,7 +204,7 @@ class History:
         if path.exists():
             with open(path, "rb") as file:
                 file.seek(self.offsets[name])
-                yield from read_entries(file)
+                yield from read_spread(file, *READ[name])
                 self.offsets[name] = file.tell()
 
     def _take_in(self, entry: Entry) -> None:
@@ -217,8 +227,10 @@ class History:
         """Give an entry its `tokens` and `seconds` of training so far.
 
         Seconds are counted from tokens_per_second, so evaluation, saving and the time between two
-        processes are not in them; steps of which no speed is known add none. A log without `tokens`
-        is taken to have trained on every position of every window.
+        processes are not in them; steps of which no speed is known add none. Between two lines that
+        were read there may be others: that one stood still for hours must not count for them all,
+        so there is no more time than passed by the clock. A log without `tokens` is taken to have
+        trained on every position of every window.
         """
         last = self.training.last or {"step": 0, "tokens": 0, "seconds": 0.0}
         per_step = self.config.data.global_batch * self.config.model.context_length
@@ -226,6 +238,8 @@ class History:
         if tokens is None:
             tokens = last["tokens"] + max(0, entry["step"] - last["step"]) * per_step
         seconds = max(0, tokens - last["tokens"]) / speed if speed else 0.0
+        if "time" in entry and "time" in last:  # the two clocks differ a little
+            seconds = min(seconds, max(0.0, entry["time"] - last["time"]) + 1.0)
         entry.update(tokens=tokens, seconds=last["seconds"] + seconds)
 
     def _keep_snapshot(self, entry: Entry) -> None:
