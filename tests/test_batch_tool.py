@@ -51,6 +51,15 @@ def test_a_step_whose_loss_is_not_finite_is_shown(command, trained):
     assert out.startswith("step 4: loss not finite, gradient norm not finite\n--- micro-batch 0")
 
 
+def test_of_the_log_the_lines_of_that_step_alone_are_parsed(trained, monkeypatch):
+    def parse(line: bytes) -> dict:
+        assert b'"step": 4,' in line
+        return json.loads(line)
+
+    monkeypatch.setattr("training.folder.parse_line", parse)
+    assert len([*batch.logged(trained, 4)]) == 1
+
+
 def test_later_epochs_say_how_far_the_grid_is_moved(command, trained):
     code, out, _ = command(batch.main, trained, "--step=1000")
     assert code == 0

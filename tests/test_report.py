@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import resource
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +25,10 @@ from tools import attention
 from tools import report as report_tool
 from training import page
 from training.config import Config, from_json
-from training.folder import read_lines
+from training.folder import STEP_MARK, read_entries, read_lines, read_spread
 from training.history import (
     BATCH,
+    READ,
     History,
     Thinned,
     read_history,
@@ -199,6 +202,125 @@ def test_a_running_process_reads_each_line_of_its_log_once(train_tiny, tmp_path,
         for line in (tmp_path / "run" / name).read_bytes().splitlines(keepends=True)
     ]
     assert sorted(read) == sorted(lines)
+
+
+# A long log that is found on disk
+
+
+@pytest.fixture
+def parsed(monkeypatch) -> list[bytes]:
+    """The lines that were parsed."""
+    lines: list[bytes] = []
+    parse = training.folder.parse_line
+    monkeypatch.setattr("training.folder.parse_line", lambda x: lines.append(x) or parse(x))
+    return lines
+
+
+def write_two_attempts(path: Path) -> None:
+    """3,000 logged steps, and again from step 2,000 to 4,000; evaluations, events and damage."""
+    lines: list[bytes] = []
+
+    def add(step: int, attempt: int, **figures) -> None:
+        lines.append(json.dumps({"step": step, "attempt": attempt, **figures}).encode())
+
+    for attempt, first, last in [(1, 1, 3000), (2, 2001, 4000)]:
+        add(first - 1, attempt, start={"command": 'python train.py --prompt="loss":'})
+        for step in range(first, last + 1):
+            add(step, attempt, loss=3.0, tokens=7 * step, tokens_per_second=7.0)
+            if step % 40 == 0:
+                loss = {1000: 1.0, 2480: 0.5}.get(step if attempt == 1 else 0, 2.0)
+                add(step, attempt, val_loss=loss)
+            if step % 500 == 0:
+                add(step, attempt, note='"loss": and "val_loss":')
+                add(step, attempt, fit=5000 + step)
+            if step % 700 == 0:
+                lines.extend([b"\0" * 9000, b'{"step": 7, "val_loss": 0.1, "torn', b"", b"\xff"])
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+@pytest.mark.parametrize("block", [500, 4000, 1 << 20])
+def test_of_a_long_log_all_but_ordinary_steps_is_read(tmp_path, monkeypatch, parsed, block):
+    folder = write_run(tmp_path / "run", steps=0)
+    write_two_attempts(folder / "metrics.jsonl")
+    monkeypatch.setattr("training.history.MOST_STRETCHES", 10**6)  # what is read can be compared
+    whole = read_history(folder)
+    n_whole, _ = len(parsed), parsed.clear()
+    for name, value in {"LONG_LOG": 1 << 16, "LOG_TAIL": 1 << 10, "LOG_BLOCK": block}.items():
+        monkeypatch.setattr(f"training.folder.{name}", value)
+    monkeypatch.setitem(READ, "metrics.jsonl", (100, STEP_MARK))
+    some = read_history(folder)
+    assert (some.starts, some.notes, some.fits) == (whole.starts, whole.notes, whole.fits)
+    assert (some.last_step, some.max_steps, some.best["step"]) == (4000, 9000, 1000)
+    assert some.steps[-1] == whole.steps[-1] | {"seconds": pytest.approx(4000)}
+    for one, other in zip(some.evaluations, whole.evaluations, strict=True):
+        assert one == other | {"seconds": pytest.approx(other["seconds"])}
+    all_steps = {(entry["step"], entry["attempt"]) for entry in whole.steps}
+    steps = [(entry["step"], entry["attempt"]) for entry in some.steps]
+    assert set(steps) <= all_steps and steps == sorted(steps)  # none that an attempt went back on
+    assert max(np.diff([step for step, _ in steps])) <= 100  # evenly spread
+    ordinary = [line for line in parsed if STEP_MARK in line]
+    assert len(ordinary) < 800 and len(parsed) < n_whole / 4
+
+
+def test_the_cost_of_a_long_log_is_bounded(tmp_path, parsed):
+    line = json.dumps({"step": 1, "attempt": 1, "loss": 3.0, "x": "x" * 200}).encode() + b"\n"
+    path = tmp_path / "metrics.jsonl"
+    for damage in (b"", b"\0" * 5_000_000):  # a line of any length
+        path.write_bytes(line * 40_000 + damage + line * 40_000)
+        parsed.clear()
+        tracemalloc.start()
+        with path.open("rb") as file:
+            n_read = sum(1 for _ in read_spread(file, *READ["metrics.jsonl"]))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert 7000 < n_read <= len(parsed) < 9000
+        assert peak < 10e6 + 6 * len(damage)
+
+
+def test_of_a_short_log_every_line_is_read(tmp_path):
+    write_two_attempts(path := tmp_path / "metrics.jsonl")
+    with path.open("rb") as file, path.open("rb") as again:
+        file.readline(), again.readline()  # both go on from where they are
+        assert [*read_spread(file, 1, STEP_MARK)] == [*read_entries(again)]
+        assert file.tell() == path.stat().st_size
+
+
+def test_a_long_log_that_is_cut_short_while_it_is_read_has_an_end(tmp_path, monkeypatch):
+    write_two_attempts(path := tmp_path / "metrics.jsonl")
+    monkeypatch.setattr("training.folder.LONG_LOG", 1 << 16)
+    monkeypatch.setattr("training.folder.LOG_BLOCK", 1 << 12)
+    with path.open("rb") as file:
+        entries = read_spread(file, 100, STEP_MARK)
+        next(entries)
+        os.truncate(path, 1 << 13)
+        assert len([*entries]) < 200
+
+
+def test_of_many_snapshots_some_are_read_and_none_of_a_part_that_was_done_again(tmp_path, parsed):
+    folder = write_run(tmp_path / "run", steps=0)
+    append_snapshot(folder / "metrics.jsonl", {"step": 600, "attempt": 2, "start": {}})
+    with (folder / "snapshots.jsonl").open("w") as file:
+        for attempt, first, last in [(1, 1, 900), (2, 610, 2000)]:
+            for step in range(first, last + 1):
+                entry = {"step": step, "attempt": attempt, "sample": "x" * 3000}
+                file.write(json.dumps(entry) + "\n")
+    kept = read_history(folder).snapshots
+    assert len(parsed) < 400
+    assert (kept[0]["step"], kept[-1]["step"]) == (1, 2000)
+    assert {entry["attempt"] for entry in kept if entry["step"] > 600} == {2}
+
+
+def test_a_line_that_stood_still_does_not_count_for_lines_that_were_not_read(tmp_path):
+    folder = write_run(tmp_path / "run", steps=0)
+    for step, time, speed in [(10, 100.0, 512.0), (1010, 1090.0, 0.1)]:
+        entry = {"step": step, "time": time, "loss": 1.0, "tokens_per_second": speed}
+        append_snapshot(folder / "metrics.jsonl", entry)
+    assert read_history(folder).steps[-1]["seconds"] == pytest.approx(10 + 990, abs=1)
+
+
+def test_a_run_in_the_working_directory_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_run(tmp_path / "mine", steps=0))
+    assert read_history(Path(".")).name == "mine"
 
 
 def test_the_tiles_of_a_run(text):

@@ -120,8 +120,8 @@ def mark_cleared(folder: Path, names: Sequence[str]) -> None:
 
 LONGEST_LINE = 1 << 24  # bytes; a longer one is damage and is never held as a whole
 LONG_LOG = 1 << 22  # bytes; of more than that not every line is parsed, where a few will do ...
-LOG_TAIL, LOG_BLOCK = 1 << 16, 1 << 18  # ... but all of its last bytes; read at once
-STEP_MARK = b'"loss":'  # in the line of a training step, and in no other: quotes in texts are \\"
+LOG_TAIL, LOG_BLOCK = 1 << 16, 1 << 20  # ... but all of its last bytes; read at once
+STEP_MARK = b'"loss":'  # in the line of a training step, and in no other: a quote in a text is \"
 EVENTS = {"start", "note", "fit"}  # what is neither figures of a step nor of an evaluation
 
 
@@ -211,28 +211,25 @@ def read_entries(file: BinaryIO, mark: bytes = b"") -> Iterator[dict[str, Any]]:
 def read_spread(file: BinaryIO, most: int, ordinary: bytes) -> Iterator[dict[str, Any]]:
     """Yield what `read_entries` does, but of more than LONG_LOG bytes not every entry.
 
-    Of the lines with `ordinary` in them about `most` are parsed, at equal distances in bytes, and
-    all at the end; of the others each one. The line before each of these is parsed too: it has the
-    figures of training at an evaluation.
+    Of the lines with `ordinary` in them about `most` are parsed, spread evenly, and all at the end;
+    of the others each one, and the line before it: the figures of training at an evaluation.
     """
-    begin, end = file.tell(), os.fstat(file.fileno()).st_size
-    # Each of the lines brings the one before it.
-    stride = (end - begin) // max(1, most // 2) if end - begin > LONG_LOG else 0
-    due = begin
-    while stride and (place := file.tell()) < end - LOG_TAIL:
-        block = file.read(LOG_BLOCK) + file.readline(LONGEST_LINE)
+    size = os.fstat(file.fileno()).st_size
+    left = size - file.tell()
+    stride = left // most if left > LONG_LOG else 0
+    while stride and file.tell() < size - LOG_TAIL:
+        block = file.read(max(stride, LOG_BLOCK)) + file.readline(LONGEST_LINE)
         if not block:  # the file has become shorter
             break
-        before = b""
-        for line in block.rstrip(b"\n").split(b"\n"):
-            place += len(line) + 1
-            if place <= due and ordinary in line:
-                before = line
-                continue
-            for chosen in filter(None, (before, line)):
-                if (entry := parse_line(chosen)) is not None:
-                    yield entry
-            before, due = b"", place + stride
+        lines = block.rstrip(b"\n").split(b"\n")
+        every = max(1, stride * len(lines) // len(block))
+        others = [i for i, line in enumerate(lines) if ordinary not in line]
+        before = {i - 1 for i in others if i} | {
+            len(lines) - 1
+        }  # the next block's first may be one
+        for i in sorted({*range(0, len(lines), every), *others, *before}):
+            if (entry := parse_line(lines[i])) is not None:
+                yield entry
     yield from read_entries(file)
 
 

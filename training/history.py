@@ -30,7 +30,7 @@ MOST_EVENTS = 200  # kept of each kind, the newest
 MOST_SNAPSHOTS = 12  # evenly spread ones that a report shows
 BATCH = 1024  # entries thinned at once
 # Of a long file: about how many of which lines are read.
-READ = {METRICS: (10_000, STEP_MARK), SNAPSHOTS: (20 * MOST_SNAPSHOTS, b"")}
+READ = {METRICS: (8_000, STEP_MARK), SNAPSHOTS: (20 * MOST_SNAPSHOTS, b"")}
 Entry = dict[str, Any]
 
 
@@ -190,7 +190,9 @@ class History:
         for start in self.starts:  # what an earlier attempt said beyond it is not in the run
             earlier, step = range(1, start["attempt"]), start["step"]
             self.snapshots = [
-                old for old in self.snapshots if old["step"] <= step or old["attempt"] not in earlier
+                old
+                for old in self.snapshots
+                if old["step"] <= step or old["attempt"] not in earlier
             ]
 
     def read_metrics(self) -> Iterator[Entry]:
