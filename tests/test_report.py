@@ -238,16 +238,16 @@ def write_two_attempts(path: Path) -> None:
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
-@pytest.mark.parametrize("block", [500, 4000, 1 << 20])
-def test_of_a_long_log_all_but_ordinary_steps_is_read(tmp_path, monkeypatch, parsed, block):
+@pytest.mark.parametrize("block, most", [(500, 2000), (500, 100), (1 << 20, 100)])
+def test_of_a_long_log_all_but_ordinary_steps_is_read(tmp_path, monkeypatch, parsed, block, most):
     folder = write_run(tmp_path / "run", steps=0)
     write_two_attempts(folder / "metrics.jsonl")
     monkeypatch.setattr("training.history.MOST_STRETCHES", 10**6)  # what is read can be compared
     whole = read_history(folder)
-    n_whole, _ = len(parsed), parsed.clear()
+    parsed.clear()
     for name, value in {"LONG_LOG": 1 << 16, "LOG_TAIL": 1 << 10, "LOG_BLOCK": block}.items():
         monkeypatch.setattr(f"training.folder.{name}", value)
-    monkeypatch.setitem(READ, "metrics.jsonl", (100, STEP_MARK))
+    monkeypatch.setitem(READ, "metrics.jsonl", (most, STEP_MARK))
     some = read_history(folder)
     assert (some.starts, some.notes, some.fits) == (whole.starts, whole.notes, whole.fits)
     assert (some.last_step, some.max_steps, some.best["step"]) == (4000, 9000, 1000)
@@ -259,7 +259,7 @@ def test_of_a_long_log_all_but_ordinary_steps_is_read(tmp_path, monkeypatch, par
     assert set(steps) <= all_steps and steps == sorted(steps)  # none that an attempt went back on
     assert max(np.diff([step for step, _ in steps])) <= 100  # evenly spread
     ordinary = [line for line in parsed if STEP_MARK in line]
-    assert len(ordinary) < 800 and len(parsed) < n_whole / 4
+    assert len(ordinary) < 2 * most + 600
 
 
 def test_the_cost_of_a_long_log_is_bounded(tmp_path, parsed):
@@ -300,7 +300,7 @@ def test_of_many_snapshots_some_are_read_and_none_of_a_part_that_was_done_again(
     folder = write_run(tmp_path / "run", steps=0)
     append_snapshot(folder / "metrics.jsonl", {"step": 600, "attempt": 2, "start": {}})
     with (folder / "snapshots.jsonl").open("w") as file:
-        for attempt, first, last in [(1, 1, 900), (2, 610, 2000)]:
+        for attempt, first, last in [(1, 1, 900), (2, 800, 2000)]:
             for step in range(first, last + 1):
                 entry = {"step": step, "attempt": attempt, "sample": "x" * 3000}
                 file.write(json.dumps(entry) + "\n")
