@@ -48,9 +48,10 @@ def write_run(folder: Path, steps: int = 200, **run_options) -> Path:
         if step == 60:
             lines.append({**about, "note": "it <i>repeats</i>", "about": "repeating"})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    said = {"attempt": 1, "prompt": "def ", "passage": PASSAGE}
+    said = {"prompt": "def ", "passage": PASSAGE}
     snapshots = [
-        {"step": step, "sample": f"def <{step}>&", **said} for step in range(50, steps + 1, 50)
+        {"step": step, "attempt": 1 if step <= 100 else 2, "sample": f"def <{step}>&", **said}
+        for step in range(50, steps + 1, 50)
     ]
     text = "".join(json.dumps(entry) + "\n" for entry in snapshots)
     (folder / "snapshots.jsonl").write_text(text)

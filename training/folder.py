@@ -224,10 +224,9 @@ def read_spread(file: BinaryIO, most: int, ordinary: bytes) -> Iterator[dict[str
         lines = block.rstrip(b"\n").split(b"\n")
         every = max(1, stride * len(lines) // len(block))
         others = [i for i, line in enumerate(lines) if ordinary not in line]
-        before = {i - 1 for i in others if i} | {
-            len(lines) - 1
-        }  # the next block's first may be one
-        for i in sorted({*range(0, len(lines), every), *others, *before}):
+        before = (i - 1 for i in others if i)
+        last = len(lines) - 1  # the next block may begin with one of the others
+        for i in sorted({*range(0, len(lines), every), *others, *before, last}):
             if (entry := parse_line(lines[i])) is not None:
                 yield entry
     yield from read_entries(file)
