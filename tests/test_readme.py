@@ -108,6 +108,21 @@ def test_every_module_that_is_run_exists(words):
         assert words[1] in MODES
 
 
+def test_the_expected_output_is_what_a_run_prints(train_tiny, tmp_path, capsys):
+    block = next(b for b in README.split("```") if b.startswith("\nprepared "))
+    told = block.partition("\n\n")[0].split("\n")[1:]
+    options = {"optimizer": "muon", "sample_prompt": "def ", "prepared_dir": tmp_path / "data"}
+    capsys.readouterr()
+    assert train_tiny(tmp_path / "run", **options) == 0
+    printed = capsys.readouterr().out.splitlines()
+    for line in told:
+        line = re.sub(r"(data/prepared|out)/[\w/-]+|stdlib", "...", line)  # names differ,
+        pattern = re.escape(line).replace(re.escape("..."), ".*")
+        pattern = re.sub(r"\d[\d,]*(\\\.\d+)?", r"[\\d,.]+", pattern)  # numbers differ,
+        pattern = re.sub(r"s\b", "s?", pattern)  # and so "1 thread"
+        assert any(re.match(pattern, found) for found in printed), f"no run prints: {line}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_link_leads_somewhere(page):
     text = without_code(PAGES[page])

@@ -1,1 +1,1 @@
-"""Benchmarks: evidence for the README's figures."""
+"""Benchmarks: evidence for the figures in docs/speed.md."""
