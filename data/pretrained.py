@@ -293,12 +293,12 @@ def _without_names(tokenizer_json: str, special: Iterable[str]) -> str:
 
 def _table(loaded) -> list[bytes]:
     """The bytes of each id, by the kind of the tokenizer's decoder; none for special tokens."""
-    about = json.loads(loaded.to_str())
-    kinds = json.dumps([about["decoder"], about["pre_tokenizer"]])
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     n_ids = max(vocabulary.values(), default=-1) + 1
     if n_ids > len(vocabulary) + MOST_HOLES:  # it comes from a file: nothing that large is made
         raise ConfigError(f"{JSON_FILE}: {len(vocabulary):,} tokens, but ids up to {n_ids - 1:,}")
+    about = json.loads(loaded.to_str())  # not before: the library counts up to the largest id
+    kinds = json.dumps([about["decoder"], about["pre_tokenizer"]])
     table = [b""] * n_ids
     to_bytes: Callable[[str], bytes]
     if '"ByteLevel"' in kinds:
