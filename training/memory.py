@@ -120,7 +120,7 @@ def bytes_per_token(
 
 def logits_bytes(c: ModelConfig, tokens: int, dtype: str, device: str = "cpu") -> int:
     """At the start of backward: log-probabilities, their gradient, and that of the logits. On CPUs
-    model/cpu.py writes these over one another, and the most is logits and log-probabilities.
+    model/fast.py writes these over one another, and the most is logits and log-probabilities.
 
     In chunks the gradient is written over log-probabilities too, and what becomes of it is there
     beside them: the gradients of the head and of its input, and then both again, scaled.
