@@ -20,6 +20,12 @@ ROOT = Path(__file__).parents[1]
 # Without a name server torch warns about each connection of ranks. It reads this when it is loaded.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+# Test files run side by side (pytest-xdist), a process for each core: threads would be in the way.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    import torch
+
+    torch.set_num_threads(1)
+
 # A model of some 5,000 parameters and windows of 16 characters: a run takes a tenth of a second.
 TINY = {
     "n_layers": 1,

@@ -42,7 +42,7 @@ def test_what_cannot_run_fails_and_says_why(pytester, marker):
         ([], {"skipped": 1, "deselected": 4}),
         (["-m", marker], {"errors": 2, "failed": 1, "passed": 1, "deselected": 1}),
     ]:
-        result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-rs", *asked)
+        result = pytester.runpytest_inprocess("-n0", "-p", "no:cacheprovider", "-rs", *asked)
         found = result.parseoutcomes()
         assert {name: n for name, n in found.items() if "warning" not in name} == wanted
     result.stdout.fnmatch_lines([f"*asked for by -m {marker}, but cannot run here*no chromium*"])
