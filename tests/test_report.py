@@ -240,7 +240,7 @@ def write_two_attempts(path: Path) -> None:
 
 @pytest.mark.parametrize("block, most", [(500, 2000), (500, 100), (1 << 20, 100)])
 def test_of_a_long_log_all_but_ordinary_steps_is_read(tmp_path, monkeypatch, parsed, block, most):
-    folder = write_run(tmp_path / "run", steps=0)
+    folder = write_run(tmp_path / "run", steps=0, time_budget="1h")
     write_two_attempts(folder / "metrics.jsonl")
     monkeypatch.setattr("training.history.MOST_STRETCHES", 10**6)  # what is read can be compared
     whole = read_history(folder)
