@@ -85,7 +85,7 @@ def _nothing_there(path: Path) -> ConfigError:
     close = close or [run for run in sorted(runs) if Path(run).name == path.name]
     hints = [f"did you mean {run}?" for run in close[:1]]
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        hints.append(f"a repository of the Hugging Face hub is named hub:{path}")
+        hints.insert(0, f"a repository of the Hugging Face hub is named hub:{path}")
     return ConfigError("; ".join([f"{path}: there is no such folder", *hints]))
 
 
