@@ -71,8 +71,8 @@ def main(argv: list[str]) -> int:
     with ended_by_ctrl_c():
         import torch
 
+        from training.device import Precision
         from training.distributed import pick_device
-        from training.precision import Precision
         from training.weights import load_for_sampling
 
     if options.threads is not None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from cli.files import json_bytes, replace_file
+from cli.files import json_bytes, replace_file, sync
 from cli.options import ConfigError
 
 SPLITS = ("train", "val")
@@ -167,3 +169,139 @@ def check_size(path: Path, size: int) -> None:
         raise DamagedData(
             f"{path} {state}, {size} were written: delete the folder and prepare again"
         )
+
+
+# Writes shards: ids, one CRC-32 for each block of 4 KiB, and where documents start.
+
+
+class ShardWriter:
+    """Writes one shard, checksumming on the way; memory does not grow with it.
+
+    Plain write(), never a map: on a full disk a map dies of SIGBUS, write() raises OSError.
+    """
+
+    def __init__(self, folder: Path, split: str, source: int, number: int, dtype: str) -> None:
+        self.split, self.source = split, source
+        self.path = folder / f"{split}-{source:02d}-{number:06d}.bin"
+        self.tokens = self.bytes = self.documents = self.lost = self.spelled = 0
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._file = self.path.open("wb")
+        self._sha = hashlib.sha256()
+        self._pending = b""  # less than a block
+        self._crcs: list[int] = []
+        self._starts: list[np.ndarray] = []
+
+    def append(self, ids: np.ndarray, starts: np.ndarray, n_bytes: int, documents: int) -> None:
+        """Add ids that stand for n_bytes of text; documents begin at `starts`, so many end."""
+        self._starts.append(starts + self.tokens)
+        self.tokens += len(ids)
+        self.bytes += n_bytes
+        self.documents += documents
+        data = self._pending + ids.astype(self._dtype).tobytes()
+        whole = len(data) - len(data) % BLOCK_BYTES
+        self._write(data[:whole])
+        self._pending = data[whole:]
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._sha.update(data)
+        blocks = range(0, len(data), BLOCK_BYTES)
+        self._crcs += [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in blocks]
+
+    def close(self) -> Shard | None:
+        """Finish the shard, surely on disk; None, and no file, if nothing was added."""
+        self._write(self._pending)
+        _close(self._file)
+        if self.tokens == 0:
+            self.path.unlink()
+            return None
+        starts = np.concatenate(self._starts).astype("<i8").tobytes()
+        for suffix, content in (
+            (".crc", np.array(self._crcs, dtype="<u4").tobytes()),
+            (".starts", starts),
+        ):
+            stream = self.path.with_suffix(suffix).open("wb")
+            stream.write(content)
+            _close(stream)
+        return Shard(
+            split=self.split,
+            source=self.source,
+            file=self.path.name,
+            tokens=self.tokens,
+            starts=len(starts) // 8,
+            documents=self.documents,
+            bytes=self.bytes,
+            sha256=self._sha.hexdigest(),
+            starts_crc=zlib.crc32(starts),
+            lost=self.lost,
+            spelled=self.spelled,
+        )
+
+    def abandon(self) -> None:
+        """Let go of the file without finishing it."""
+        self._file.close()
+
+
+def _close(stream) -> None:
+    """Close a file once its content is on disk."""
+    with stream:
+        stream.flush()
+        sync(stream.fileno())
+
+
+# Checks a prepared folder to the last byte, and says in a line what it holds.
+
+READ_BYTES = 256 * BLOCK_BYTES
+
+
+def summary(meta: Meta) -> str:
+    """One line: documents, bytes, tokens, bytes per token and the sizes of the splits."""
+    n_bytes, tokens = sum(meta.bytes.values()), sum(meta.tokens.values())
+    size = f"{tokens:,} tokens"
+    if n_bytes:
+        size = f"{n_bytes:,} bytes, {size} ({n_bytes / tokens:.2f} bytes a token)"
+    lost = meta.lost_share(*SPLITS)
+    spelling = f"; the tokenizer does not bring back {lost:.2%} of the text"
+    return (
+        f"{sum(meta.documents.values()):,} documents, {size}, train {meta.tokens['train']:,}, "
+        f"val {meta.tokens['val']:,} ({', '.join(sorted(set(meta.splits)))})"
+        + (spelling if lost else "")
+    )
+
+
+def verify(folder: Path, say: Callable[[str], None] = print) -> None:
+    """Read every byte of a prepared folder. Raises DamagedData that names each damaged file."""
+    meta = read_meta(folder)
+    damaged = []
+    for shard in meta.shards:
+        try:
+            _check_shard(folder / shard.file, shard, meta.id_dtype.itemsize)
+        except DamagedData as error:
+            damaged.append(str(error))
+    try:
+        check_tokenizer(folder, meta)
+    except DamagedData as error:
+        damaged.append(str(error))
+    if damaged:
+        raise DamagedData("\n".join(damaged))
+    say(f"{folder}: {len(meta.shards)} shards are what was written; {summary(meta)}")
+
+
+def _check_shard(path: Path, shard: Shard, item_bytes: int) -> None:
+    check_size(path, shard.tokens * item_bytes)
+    whole, blocks = hashlib.sha256(), []
+    with path.open("rb") as stream:
+        while chunk := stream.read(READ_BYTES):
+            whole.update(chunk)
+            places = range(0, len(chunk), BLOCK_BYTES)
+            blocks += [zlib.crc32(chunk[at : at + BLOCK_BYTES]) for at in places]
+    if whole.hexdigest() != shard.sha256:
+        raise DamagedData(f"{path}: its SHA-256 is not the one that was written")
+    checksums = path.with_suffix(".crc")
+    check_size(checksums, 4 * len(blocks))
+    if checksums.read_bytes() != np.array(blocks, dtype="<u4").tobytes():
+        raise DamagedData(f"{checksums}: is not what was written")
+    starts = path.with_suffix(".starts")
+    check_size(starts, 8 * shard.starts)
+    if zlib.crc32(starts.read_bytes()) != shard.starts_crc:
+        raise DamagedData(f"{starts}: is not what was written")

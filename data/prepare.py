@@ -18,37 +18,86 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 from cli.command import make_folder, run_command
 from cli.files import try_lock
 from cli.options import ConfigError, parse_sections
-from data.bpe import SPLIT_PATTERN
-from data.build import build
+from data.build import Plan, Say, build, make_plan, make_tokenizer
 from data.config import DataConfig
-from data.index import Content, content_of, last_digest, unreadable
-from data.meta import read_meta
-from data.plan import Say, make_plan
-from data.preview import preview
-from data.record import (
+from data.encode import n_workers
+from data.meta import read_meta, summary, verify
+from data.prepared import (
+    Content,
+    content_of,
     delete_left,
     find_key,
     is_complete,
     key_of,
+    last_digest,
     list_folders,
     lock,
     note_use,
     read_made_from,
     remove_folder,
+    stamps_of,
+    unreadable,
 )
 from data.sources import STDIN, Source, open_sources, parse_mixture, parts_of
 from data.tokenizer import ready_tokenizer
-from data.verify import summary, verify
-from data.vocabulary import FILE, Tokenizer
+from data.vocabulary import FILE, SPLIT_PATTERN, Tokenizer
+
+# What preparing would do, without doing it.
+
+TRIAL_BYTES = 4 << 20  # that are encoded
+SHOWN_IDS = 40
+
+
+def preview(config: DataConfig, say: Say = print) -> None:
+    """Say what preparing would read, make and take, and show the first document's tokens."""
+    ready = ready_tokenizer(config.tokenizer)
+    sources, weights = open_sources(config), [weight for _, weight in parts_of(config)]
+    for source in sources:
+        stamps_of(source)  # raises if a file cannot be read
+    plan = make_plan(config, sources, weights, ready)
+    for source, split, weight in zip(sources, plan.splits, weights, strict=True):
+        size = f"{len(source.files):,} files, {source.size / 1e6:,.1f} MB, " if source.files else ""
+        say(f"source {source.spec}: {size}weight {weight:.3g}, split: {split.mode}")
+        for note in source.notes:
+            say(f"{source.spec}: {note}")
+    if not any(source.holds_ids for source in sources) and (ready is None or ready.spells):
+        _try(plan, ready or make_tokenizer(plan, say, TRIAL_BYTES), say)
+
+
+def _try(plan: Plan, tokenizer: Tokenizer, say: Say) -> None:
+    """Encode the beginning of the text, and say what follows from it for the whole."""
+    texts, size = [], 0
+    for piece in plan.pieces(plan.sources[0]):
+        texts.append(piece.text)
+        size += len(piece.text.encode("utf-8"))
+        if size >= TRIAL_BYTES:
+            break
+    started = time.perf_counter()
+    tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
+    seconds = time.perf_counter() - started
+    total = sum(source.size for source in plan.sources) or size
+    processes = max(1, n_workers(plan.config.workers, total))
+    item = 2 if tokenizer.vocab_size <= 1 << 16 else 4
+    say(
+        f"about {total * tokens / size:,.0f} tokens ({size / tokens:.2f} bytes a token), "
+        f"{total * tokens / size * item / 1e6:,.1f} MB of shards, "
+        f"{total * seconds / size / processes:.0f} s with {processes} processes"
+    )
+    ids = list(islice(tokenizer.encode(texts[0][:1000]), SHOWN_IDS))
+    say(f"first document: {'|'.join(tokenizer.decode([i]) for i in ids)!r}")
+    say(f"first ids: {ids}")
+
 
 FORMAT = 2  # of the prepared folder; another one is another folder
 SHARD_BYTES = 128 << 20  # of text

@@ -18,8 +18,16 @@ import numpy as np
 
 from cli.files import replace_file
 from cli.options import ConfigError
-from data.bpe import JSON_FILE, byte_of_character, encoding_of
-from data.vocabulary import END_OF_TEXT, FILE, Tokenizer, described, unknown_characters
+from data.vocabulary import (
+    END_OF_TEXT,
+    FILE,
+    JSON_FILE,
+    Tokenizer,
+    byte_of_character,
+    described,
+    encoding_of,
+    unknown_characters,
+)
 
 RANKS_FILE = "ranks.tiktoken"  # tiktoken's form: a token in base64 and its rank on each line
 CONFIG_FILE = "tokenizer_config.json"

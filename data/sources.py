@@ -3,30 +3,188 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import re
 import shlex
 import sysconfig
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
+from typing import NamedTuple
 
 from cli.options import ConfigError
 from data.config import DataConfig
-from data.hub import hub_pieces, parse_hub
 from data.readers import (
     CODE_SUFFIXES,
     STRUCTURED,
     TEXT_SUFFIXES,
     How,
+    Piece,
+    as_text,
+    field_of,
     file_pieces,
     form_of,
     kind_of,
     looks_like_lines,
+    row_pieces,
     suffix_of,
 )
-from data.text import Piece
+
+# Datasets of the Hugging Face hub, streamed: `hub:OWNER/NAME[/SUBSET][@SPLIT]`.
+
+NETWORK_SECONDS = 10
+INSTEAD = "download its .parquet or .jsonl files and name them as --source"
+
+
+def parse_hub(spec: str) -> tuple[str, str | None, str]:
+    """(name, subset, split) of a hub source. Raises ConfigError if it is spelled otherwise."""
+    body, _, split = spec.removeprefix("hub:").partition("@")
+    parts = body.split("/")
+    if not all(parts) or len(parts) > 3:
+        raise ConfigError(f"data.source={spec}: must be hub:OWNER/NAME[/SUBSET][@SPLIT]")
+    return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or "train"
+
+
+def hub_pieces(spec: str, how: How) -> Iterator[Piece]:
+    """Each row is one document. Raises ConfigError with the way on if the hub does not give it."""
+    name, subset, split = parse_hub(spec)
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"data.source={spec}: needs datasets: pip install datasets") from None
+    check_network(spec)
+    try:
+        rows = datasets.load_dataset(name, subset, split=split, streaming=True)
+        for number, row in enumerate(rows):
+            place = f"{spec}, row {number}"
+            yield from row_pieces(as_text(field_of(row, how.text_field, place), how, place), 0)
+    except ConfigError:
+        raise
+    except Exception as error:  # datasets raises what its many parts raise
+        raise ConfigError(_explained(spec, error)) from error
+
+
+def check_network(spec: str) -> None:
+    """Raise ConfigError at once if the hub cannot be reached: `datasets` would try for a minute."""
+    from huggingface_hub import constants
+
+    try:
+        urllib.request.urlopen(constants.ENDPOINT, timeout=NETWORK_SECONDS).close()
+    except urllib.error.HTTPError:
+        return  # it answers
+    except OSError as error:
+        raise ConfigError(
+            f"data.source={spec}: {constants.ENDPOINT} cannot be reached ({error}): {INSTEAD}"
+        ) from None
+
+
+def _explained(spec: str, error: Exception) -> str:
+    said = " ".join(str(error).split())[:300]
+    if "script" in said.lower():
+        return (
+            f"data.source={spec}: `datasets` no longer runs the scripts that this dataset is made "
+            f"of: {INSTEAD} ({said})"
+        )
+    return (
+        f"data.source={spec}: the hub does not give it ({type(error).__name__}: {said}): check the "
+        f"name and the network, then run the same command again; or {INSTEAD}"
+    )
+
+
+# Which text trains and which validates.
+#
+# `tail`: the last val_fraction of the characters. `document`: whole documents by a hash of their
+# text, so that adding files never moves a document between splits. `auto`: the tail for fewer than
+# 20 documents, or where the hash would leave a split empty; else by document. `files`: as the names
+# of files and folders say. `none`: everything trains. `only`: everything validates. `rest`: what is
+# named for validation is left out, the rest trains.
+
+FEW_DOCUMENTS = 20
+
+
+class Part(NamedTuple):
+    """A piece of text that belongs to one split."""
+
+    split: str
+    text: str
+    first: bool  # a document starts here, as far as this split is concerned
+    last: bool  # the document really ends here, so an end-of-text follows
+    read: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one source is split; `train_characters` counts for the tail only."""
+
+    mode: str
+    val_fraction: float
+    train_characters: int = 0
+
+    def parts(self, pieces: Iterable[Piece]) -> Iterator[Part]:
+        """The same text, each part with its split."""
+        if self.mode == "tail":
+            return self._by_tail(pieces)
+        return self._by_document(pieces) if self.mode == "document" else self._as_named(pieces)
+
+    def _as_named(self, pieces: Iterable[Piece]) -> Iterator[Part]:
+        every = {"none": "train", "only": "val"}.get(self.mode)
+        for piece in pieces:
+            if self.mode != "rest" or piece.split != "val":
+                yield Part(every or piece.split or "train", *piece[:4])
+
+    def _by_document(self, pieces: Iterable[Piece]) -> Iterator[Part]:
+        split = "train"
+        for piece in pieces:
+            if piece.first:
+                split = split_of(piece.text, self.val_fraction)
+            yield Part(split, *piece[:4])
+
+    def _by_tail(self, pieces: Iterable[Piece]) -> Iterator[Part]:
+        left = self.train_characters
+        val_begun = False
+        for piece in pieces:
+            head, tail = piece.text[:left], piece.text[left:]
+            left -= len(head)
+            if head:
+                ends = piece.last and not tail
+                yield Part("train", head, piece.first, ends, 0 if tail else piece.read)
+            if tail:
+                first = piece.first or not val_begun
+                yield Part("val", tail, first, piece.last, piece.read)
+                val_begun = True
+
+
+def split_of(text: str, val_fraction: float) -> str:
+    """The split of a document, by the hash of its first piece."""
+    return "val" if is_chosen(text, val_fraction, b"split") else "train"
+
+
+def is_chosen(text: str, share: float, purpose: bytes) -> bool:
+    """Whether a text belongs to a share of all texts, by its hash: always the same answer."""
+    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8, person=purpose).digest()
+    return int.from_bytes(digest, "little") < share * 2**64
+
+
+def resolve_split(mode: str, val_fraction: float, pieces: Iterable[Piece]) -> Split:
+    """The split of one source, from its pieces; only the tail needs to see them all."""
+    if val_fraction == 0:
+        return Split("none", 0)
+    if mode == "document":
+        return Split(mode, val_fraction)
+    characters, documents, splits = 0, 0, set()
+    for piece in pieces:
+        characters += len(piece.text)
+        if mode == "auto" and piece.first:
+            documents += 1
+            splits.add(split_of(piece.text, val_fraction))
+            if documents >= FEW_DOCUMENTS and len(splits) == 2:
+                return Split("document", val_fraction)
+    return Split("tail", val_fraction, int(characters * (1 - val_fraction)))
+
 
 STDIN = "-"
 # Apart from third-party packages and tests: tables that are near-duplicates of each other.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cli.options import ConfigError
-from data import bpe, pretrained
+from data import pretrained, vocabulary
 from data.meta import DamagedData
 from data.vocabulary import FILE, Tokenizer, byte_tokenizer, char_tokenizer, ids_tokenizer
 
@@ -76,9 +76,9 @@ def _load(folder: Path) -> Tokenizer:
     if kind == "ids":
         return ids_tokenizer(about["size"])
     if kind == "bpe":
-        return bpe.own_bpe(about["name"], _text(folder, bpe.JSON_FILE))
+        return vocabulary.own_bpe(about["name"], _text(folder, vocabulary.JSON_FILE))
     if kind == "hf":
-        config, content = _text(folder, pretrained.CONFIG_FILE), _text(folder, bpe.JSON_FILE)
+        config, content = _text(folder, pretrained.CONFIG_FILE), _text(folder, vocabulary.JSON_FILE)
         return pretrained.hf_from_json(about["name"], content, config, about.get("ends", ()))
     return pretrained.tiktoken_from_ranks(about, _text(folder, pretrained.RANKS_FILE))
 

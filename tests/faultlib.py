@@ -27,7 +27,7 @@ import training.screen
 import training.startup
 from cli.command import run_command
 from train import main
-from training.manifest import MODEL, OPTIM, read_manifest
+from training.checkpoint import MODEL, OPTIM, read_manifest
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 180.0  # seconds that any child may take: on a crowded machine too

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from training.advice import Adviser
 from training.config import Config, DataConfig, OptimConfig, ScheduleConfig
+from training.observer import Adviser
 
 VOCABULARY = 100
 GUESSING = math.log(VOCABULARY)  # 4.605

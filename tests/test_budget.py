@@ -10,11 +10,9 @@ import pytest
 from cli.options import ConfigError
 from training import budget as budget_module
 from training.budget import UNFITTED, Budget, fitted, open_budget, steps_at
-from training.checkpoint import find_checkpoint
-from training.config import Config, RunConfig, ScheduleConfig
-from training.schedule import lr_factor
-from training.sections import seconds_of
-from training.state import TrainState
+from training.checkpoint import TrainState, find_checkpoint
+from training.config import Config, RunConfig, ScheduleConfig, seconds_of
+from training.optimizer import lr_factor
 
 
 @pytest.mark.parametrize(

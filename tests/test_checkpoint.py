@@ -16,21 +16,23 @@ import safetensors.torch
 import torch
 
 import training.checkpoint
-import training.manifest
 from cli.command import exit_code_of
 from cli.files import warn_once
 from cli.options import ConfigError
-from training.checkpoint import Checkpoints, find_checkpoint, load_model_tensors
-from training.loading import load_checkpoint
-from training.manifest import (
+from training.checkpoint import (
     MANIFEST,
+    Checkpoints,
     DamagedCheckpoint,
+    TrainState,
     all_finite,
+    find_checkpoint,
+    load_checkpoint,
+    load_model_tensors,
     read_manifest,
+    state_from_json,
     write_file,
     write_manifest,
 )
-from training.state import TrainState, state_from_json
 
 TOKENIZER = {"plaingpt_tokenizer.json": b'{"kind": "byte"}'}
 ABOUT = {"data_fingerprint": "f", "world": 1}
@@ -75,7 +77,7 @@ def test_every_dtype_and_shape_survives_bit_for_bit(tmp_path):
         "empty": torch.zeros(0, 3),
         "slanted": torch.arange(6.0).reshape(2, 3).T,
     }
-    write_file(tmp_path / "t", training.manifest.tensor_pieces(tensors))
+    write_file(tmp_path / "t", training.checkpoint.tensor_pieces(tensors))
     back = safetensors.torch.load_file(tmp_path / "t")
     assert back.keys() == tensors.keys()
     for name, t in tensors.items():
@@ -479,7 +481,7 @@ def reseal(folder: Path, change) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest.pop("seal")
     manifest = change(manifest) or manifest
-    sealed = {**manifest, "seal": training.manifest._hash_of(manifest)}
+    sealed = {**manifest, "seal": training.checkpoint._hash_of(manifest)}
     (folder / MANIFEST).write_text(json.dumps(sealed))
 
 

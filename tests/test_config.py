@@ -21,6 +21,8 @@ from training.config import (
     OPTIONS,
     SECTIONS,
     Config,
+    OptimConfig,
+    RunConfig,
     differences,
     from_json,
     load_config,
@@ -28,7 +30,6 @@ from training.config import (
     to_json,
 )
 from training.resume import KINDS
-from training.sections import OptimConfig, RunConfig
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted(ROOT.glob("config/*.py"))

@@ -19,13 +19,7 @@ import training.evaluate
 import training.run
 from cli.options import ConfigError
 from training.checkpoint import Checkpoints
-from training.distributed import (
-    LostRank,
-    Ranks,
-    join_ranks,
-    pick_backend,
-    pick_device,
-)
+from training.distributed import LostRank, Ranks, join_ranks, pick_backend, pick_device
 from training.logger import RunLogger
 from training.observer import Observer
 

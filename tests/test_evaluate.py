@@ -12,11 +12,10 @@ from data.config import DataConfig
 from model.config import ModelConfig
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
-from training.config import Config
+from training.config import Config, RunConfig
+from training.device import Precision
 from training.distributed import Ranks
 from training.evaluate import Evaluation, choose_windows, evaluate, windows_at_once
-from training.precision import Precision
-from training.sections import RunConfig
 
 V, T = 5, 4
 BYTES = np.array([1, 2, 3, 4, 0])  # what each id stands for; the last is the end-of-text

@@ -20,10 +20,9 @@ import torch
 import sample
 import tools.export
 from cli.options import ConfigError
-from data.bpe import train_bpe
 from data.pretrained import hf_from_json, tiktoken_from_ranks
 from data.tokenizer import Tokenizer, load_tokenizer
-from data.vocabulary import byte_tokenizer, char_tokenizer
+from data.vocabulary import byte_tokenizer, char_tokenizer, train_bpe
 from model.config import ModelConfig
 from model.gpt import GPT
 from tools import export_graph, export_hf, export_onnx

@@ -15,7 +15,7 @@ from faultlib import train, verified
 
 from cli.command import exit_code_of
 from data.meta import DamagedData, check_tokenizer, read_meta
-from data.record import read_made_from
+from data.prepared import read_made_from
 from data.shards import Windows
 from data.tokenizer import load_tokenizer
 from training.checkpoint import Checkpoints

@@ -12,7 +12,7 @@ from faultlib import train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import training.manifest
+import training.checkpoint
 from cli.command import exit_code_of
 from cli.files import write_file
 from cli.options import ConfigError
@@ -20,10 +20,15 @@ from data.config import DataConfig
 from data.meta import read_meta
 from data.shards import Windows
 from data.tokenizer import load_tokenizer
-from training.checkpoint import Checkpoints, find_checkpoint
+from training.checkpoint import (
+    FILES,
+    MANIFEST,
+    Checkpoints,
+    DamagedCheckpoint,
+    find_checkpoint,
+    load_checkpoint,
+)
 from training.config import OPTIONS, Config, from_json, load_config, to_json
-from training.loading import load_checkpoint
-from training.manifest import FILES, MANIFEST, DamagedCheckpoint
 
 CONFIG = str(Path(__file__).parents[1] / "config" / "debug.py")
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
@@ -110,7 +115,7 @@ def test_any_manifest_and_header_is_understood_or_refused(n, trained_once, tmp_p
 
     def seal(manifest: dict) -> None:
         manifest.pop("seal", None)
-        sealed = {**manifest, "seal": training.manifest._hash_of(manifest)}
+        sealed = {**manifest, "seal": training.checkpoint._hash_of(manifest)}
         (folder / MANIFEST).write_text(json.dumps(sealed))
 
     @settings(max_examples=n // 2, **QUIET)
@@ -205,7 +210,7 @@ def refit(step: Path, name: str) -> None:
     manifest.pop("seal")
     content = (step / name).read_bytes()
     manifest["files"][name] = write_file(step / name, [content])
-    sealed = {**manifest, "seal": training.manifest._hash_of(manifest)}
+    sealed = {**manifest, "seal": training.checkpoint._hash_of(manifest)}
     (step / MANIFEST).write_text(json.dumps(sealed))
 
 

@@ -168,10 +168,10 @@ def test_time_per_step_exact_against_fast(micro_batch, tmp_path, figure):
 
     from model.config import ModelConfig
     from model.gpt import GPT
+    from training.config import OptimConfig
+    from training.device import Precision
     from training.distributed import join_ranks
     from training.optimizer import Optimizers
-    from training.precision import Precision
-    from training.sections import OptimConfig
     from training.step import Setup, train_step
 
     def command(argv: list[str]) -> int:

@@ -23,7 +23,7 @@ import tools.evaluate
 import tools.export
 from cli.command import shown
 from cli.options import ConfigError
-from data import bpe, prepare
+from data import prepare, vocabulary
 from data.config import DataConfig
 from data.meta import read_meta
 from data.shards import Windows
@@ -36,7 +36,7 @@ from model.huggingface import DamagedFolder
 from tools.evaluate import EvaluateOptions, read_ids, score
 from tools.export_hf import export_hf
 from training.folder import read_metrics
-from training.snapshot import token_text
+from training.observer import token_text
 from training.weights import find_weights, load_for_sampling
 
 TEXT = "def main(argv):\n    return argv\n\nclass Name:\n    pass\n" * 30
@@ -45,10 +45,17 @@ START = "<s>"
 EOT_ID, START_ID = 288, 289  # the text holds too little to merge for 300
 
 
+def own_bpe() -> str:
+    """The tokenizer.json of a BPE trained on TEXT."""
+    return vocabulary.train_bpe("bpe:300", 300, [TEXT]).files[vocabulary.JSON_FILE]
+
+
 def tokenizer_folder(folder: Path, processor=None, **config) -> Path:
     """A byte-level tokenizer.json with <s>, and its tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    library = Library.from_str(bpe.train_bpe("bpe:300", 300, [TEXT]).files[bpe.JSON_FILE])
+    library = Library.from_str(
+        vocabulary.train_bpe("bpe:300", 300, [TEXT]).files[vocabulary.JSON_FILE]
+    )
     library.add_special_tokens([START])
     if processor is not None:
         library.post_processor = processor(library.token_to_id)
@@ -380,7 +387,9 @@ def merging() -> Library:
 
 
 def byte_level() -> Library:
-    return Library.from_str(bpe.train_bpe("bpe:300", 300, [TEXT]).files[bpe.JSON_FILE])
+    return Library.from_str(
+        vocabulary.train_bpe("bpe:300", 300, [TEXT]).files[vocabulary.JSON_FILE]
+    )
 
 
 KINDS = {
@@ -646,7 +655,7 @@ def test_a_batch_of_an_export_gives_what_its_texts_give_alone(kind, tmp_path):
         tokenizer, vocab_size = char_tokenizer("\n abc", False), 8
     else:
         make = {"byte": byte_tokenizer, "char": lambda: char_tokenizer("\n abc", True)}
-        make["bpe"] = lambda: bpe.train_bpe("bpe:300", 300, [TEXT])
+        make["bpe"] = lambda: vocabulary.train_bpe("bpe:300", 300, [TEXT])
         tokenizer = make[kind]()
     folder = exported_tokenizer(tokenizer, tmp_path / "out", vocab_size)
     theirs = AutoTokenizer.from_pretrained(folder, padding_side="left")

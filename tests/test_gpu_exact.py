@@ -10,7 +10,7 @@ import pytest
 import torch
 from faultlib import bits
 
-from training.manifest import read_manifest
+from training.checkpoint import read_manifest
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import torch
 
 from model.config import ModelConfig
 from model.gpt import GPT
-from training.hardware import (
+from training.device import (
     keep_freed_memory,
     known_peak,
     measured_peak,
@@ -61,7 +61,7 @@ def test_a_gpu_that_only_looks_like_a_known_one_is_unknown(name):
 
 def test_a_known_gpu_is_not_measured_and_an_unknown_one_is(monkeypatch):
     device = torch.device("cuda", 0)
-    monkeypatch.setattr("training.hardware.measured_peak", lambda *args, **kwargs: 5.0)
+    monkeypatch.setattr("training.device.measured_peak", lambda *args, **kwargs: 5.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
     assert peak_flops(device, HALF) == 312e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
@@ -74,7 +74,7 @@ def test_a_measurement_counts_two_operations_a_product(monkeypatch):
     # Four products of 8 x 8 matrices, each of 0.5 s but for one of 0.25: 2 x 512 / 0.25.
     durations = [0.5, 0.5, 0.25, 0.5]
     ticks = iter([t for i, d in enumerate(durations) for t in (10.0 * i, 10.0 * i + d)])
-    monkeypatch.setattr("training.hardware.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("training.device.time.perf_counter", lambda: next(ticks))
     assert measured_peak(torch.device("cpu"), SINGLE, size=8, tries=4) == 4096
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from data import index
-from data.index import content_of, last_digest
+from data import prepared
 from data.prepare import main as prepare_main
+from data.prepared import content_of, last_digest
 from data.sources import Source, open_source
 
 
@@ -19,13 +19,13 @@ from data.sources import Source, open_source
 def hashed(monkeypatch) -> list[str]:
     """Names of the files that are read as a whole."""
     names: list[str] = []
-    sha256 = index._sha256
+    sha256 = prepared._sha256
 
     def counting(file: Path) -> str:
         names.append(file.name)
         return sha256(file)
 
-    monkeypatch.setattr(index, "_sha256", counting)
+    monkeypatch.setattr(prepared, "_sha256", counting)
     return names
 
 
@@ -61,7 +61,7 @@ def test_only_what_is_new_or_changed_is_read(folder, hashed):
 
 
 def test_hashing_that_takes_long_is_said_once(folder, monkeypatch):
-    monkeypatch.setattr(index, "LARGE", 50_000)
+    monkeypatch.setattr(prepared, "LARGE", 50_000)
     said: list[str] = []
     for _ in range(2):
         content_of(open_source(str(folder)), folder.parent / "prepared", said.append)
@@ -137,23 +137,23 @@ def test_without_an_index_files_are_read_again(folder, hashed, state, monkeypatc
 
 
 def test_a_kill_while_hashing_loses_one_file(folder, hashed, monkeypatch):
-    counting = index._sha256
+    counting = prepared._sha256
 
     def killed(file: Path) -> str:
         if file.name == "c.md":
             raise KeyboardInterrupt
         return counting(file)
 
-    monkeypatch.setattr(index, "_sha256", killed)
+    monkeypatch.setattr(prepared, "_sha256", killed)
     with pytest.raises(KeyboardInterrupt):
         digest(folder)
-    monkeypatch.setattr(index, "_sha256", counting)
+    monkeypatch.setattr(prepared, "_sha256", counting)
     digest(folder)
     assert hashed == ["a.txt", "b.txt", "c.md"]
 
 
 def test_the_index_does_not_grow_without_end(folder, monkeypatch):
-    monkeypatch.setattr(index, "STALE_LINES", 5)
+    monkeypatch.setattr(prepared, "STALE_LINES", 5)
     for number in range(20):
         (folder / "a.txt").write_text(str(number))
         last = digest(folder)
@@ -171,7 +171,7 @@ def test_files_that_cannot_be_read_are_the_users_to_mend(folder, monkeypatch, co
         return opened(self, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
-    monkeypatch.setattr("data.index.MOST_NAMED", 1)
+    monkeypatch.setattr("data.prepared.MOST_NAMED", 1)
     prepared = f"--prepared_dir={folder.parent / 'prepared'}"
     for action in ([], ["--dry_run"]):
         argv = [f"--source={folder}", "--tokenizer=byte", prepared, *action]

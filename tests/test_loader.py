@@ -15,8 +15,7 @@ from test_shards import documents, make, random_ids
 
 from cli.options import ConfigError
 from data.config import DataConfig
-from data.loader import BatchLoader, permute, prefetch
-from data.order import CYCLE, schedule, shares
+from data.loader import CYCLE, BatchLoader, permute, prefetch, schedule, shares
 from data.shards import IGNORE_INDEX, Windows
 from model.loss import IGNORE_INDEX as MODELS_IGNORE_INDEX
 

@@ -11,11 +11,10 @@ import torch
 from data.config import DataConfig
 from model.config import ModelConfig
 from model.gpt import GPT
-from training import microbatch
+from training import memory
 from training.config import Config, ParallelConfig, RunConfig
 from training.distributed import Ranks
-from training.memory import estimate_memory
-from training.microbatch import attempt, largest, pick_micro_batch
+from training.memory import attempt, estimate_memory, largest, pick_micro_batch
 
 CONFIG = Config(
     model=ModelConfig(n_layers=1, n_heads=2, d_model=16, context_length=16).resolved(50),
@@ -44,20 +43,20 @@ def need(size: int) -> int:
 
 @pytest.mark.parametrize("size", [2, 4, 6])
 def test_on_a_cpu_the_estimate_stays_within_half_of_what_is_free(monkeypatch, size):
-    monkeypatch.setattr(microbatch, "available_bytes", lambda: 2 * need(size))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * need(size))
     assert pick_micro_batch(CONFIG, Ranks()) == size
-    monkeypatch.setattr(microbatch, "available_bytes", lambda: 2 * need(size) - 2)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * need(size) - 2)
     assert pick_micro_batch(CONFIG, Ranks()) < size
 
 
 def test_with_memory_enough_or_unknown_it_is_the_whole_share(monkeypatch):
     for free in (1e15, None):
-        monkeypatch.setattr(microbatch, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr(memory, "available_bytes", lambda free=free: free)
         assert pick_micro_batch(CONFIG, Ranks()) == 12
 
 
 def test_with_memory_for_nothing_it_is_one(monkeypatch):
-    monkeypatch.setattr(microbatch, "available_bytes", lambda: 1)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1)
     assert pick_micro_batch(CONFIG, Ranks()) == 1
 
 
@@ -96,7 +95,7 @@ def test_a_trial_holds_what_a_step_holds(monkeypatch, reduction, size, world, fo
             found.append(sum(slots))
             return super().forward(tokens, *args, **options)
 
-    monkeypatch.setattr(microbatch, "GPT", Watched)
+    monkeypatch.setattr(memory, "GPT", Watched)
     monkeypatch.setattr(torch, "zeros_like", lambda p: slots.append(p.numel()) or zeros(p))
     assert attempt(config, size, Ranks(world=world))
     assert gradients == [False, True][:forwards]
@@ -104,13 +103,13 @@ def test_a_trial_holds_what_a_step_holds(monkeypatch, reduction, size, world, fo
 
 
 def test_free_memory_is_a_plausible_number():
-    free = microbatch.available_bytes()
+    free = memory.available_bytes()
     assert free is None or 1e7 < free < 1e14
 
 
 def test_a_containers_limit_counts_as_free_memory_does(monkeypatch):
-    monkeypatch.setattr(microbatch, "cgroup_memory_left", lambda: 12345)
-    assert microbatch.available_bytes() == 12345
+    monkeypatch.setattr(memory, "cgroup_memory_left", lambda: 12345)
+    assert memory.available_bytes() == 12345
 
 
 def test_a_run_saves_what_was_chosen_and_keeps_it(train_tiny, tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ import torch
 from cli.options import ConfigError
 from model.config import ModelConfig
 from model.gpt import GPT
+from training.config import OptimConfig
 from training.optimizer import Muon, Optimizers, group_names, orthogonalise
-from training.sections import OptimConfig
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from model.gpt import GPT
 from model.inspect import meta_model, module_rows, parameters_by_part
 from tools import plan
 from training.config import Config, DataConfig, OptimConfig, ParallelConfig, RunConfig
-from training.hardware import PEAKS
+from training.device import PEAKS
 from training.memory import bytes_per_token, estimate_memory, logits_bytes, partial_sums
 
 ROOT = Path(__file__).parents[1]
@@ -297,7 +297,7 @@ def test_the_plan_of_a_config(command, tmp_path):
 
 @pytest.mark.parametrize("config", sorted((ROOT / "config").glob("*.py")), ids=lambda p: p.stem)
 def test_every_config_that_is_shipped_has_a_plan(config, command, tmp_path, monkeypatch):
-    monkeypatch.setattr("training.hardware.measured_peak", lambda *args, **options: 1e11)
+    monkeypatch.setattr("training.device.measured_peak", lambda *args, **options: 1e11)
     code, out, err = command(plan.main, config, f"--prepared_dir={tmp_path}")
     assert (code, err) == (0, "")
     assert "memory of a rank, MB        1 rank" in out

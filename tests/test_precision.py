@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from cli.options import ConfigError
+from training.device import Precision, cpu_has_bfloat16_units, pick_attention, pick_dtype
 from training.distributed import pick_backend, pick_device
-from training.precision import Precision, cpu_has_bfloat16_units, pick_attention, pick_dtype
 
 CPU, MPS, CUDA = torch.device("cpu"), torch.device("mps"), torch.device("cuda", 0)
 
@@ -81,12 +81,12 @@ def test_what_is_no_device_is_refused():
 
 
 def test_auto_looks_at_the_device_that_was_chosen_and_at_no_other(no_probe, gpus, monkeypatch):
-    monkeypatch.setattr("training.precision.cpu_has_bfloat16_units", lambda: False)
+    monkeypatch.setattr("training.device.cpu_has_bfloat16_units", lambda: False)
     assert pick_dtype("auto", CPU, 512)[0] == "float32"
     assert pick_dtype("auto", MPS, 512)[0] == "float32"
     gpus(1, (9, 0))  # a GPU is there, but was not asked for
     assert pick_dtype("auto", CPU, 512)[0] == "float32"
-    monkeypatch.setattr("training.precision.cpu_has_bfloat16_units", lambda: True)
+    monkeypatch.setattr("training.device.cpu_has_bfloat16_units", lambda: True)
     assert pick_dtype("auto", CPU, 512)[0] == "bfloat16"
     assert pick_dtype("auto", CPU, 256)[0] == "bfloat16"
     assert pick_dtype("auto", CPU, 255)[0] == "float32"  # conversion would cost more than it saves

@@ -23,19 +23,15 @@ import pytest
 
 from cli.files import try_lock
 from cli.options import ConfigError
-from data import build, encode, pretokenized, text
+from data import build, encode, readers
+from data.build import make_plan
 from data.config import DataConfig
-from data.meta import DamagedData, read_meta
-from data.plan import make_plan
-from data.prepare import main, prepare, prepared_folder
-from data.preview import preview
+from data.meta import DamagedData, ShardWriter, read_meta, verify
+from data.prepare import main, prepare, prepared_folder, preview
 from data.shards import IGNORE_INDEX, Windows
-from data.sources import open_source
-from data.split import Part
+from data.sources import Part, open_source
 from data.tokenizer import load_tokenizer, ready_tokenizer
-from data.verify import verify
 from data.vocabulary import char_tokenizer, characters_of
-from data.writer import ShardWriter
 
 ROOT = Path(__file__).parents[1]
 LINES = [f"Line {i} says {i * i % 97} things, naïvely.\n" for i in range(4000)]
@@ -173,7 +169,7 @@ def test_special_token_text_in_a_document_is_no_separator(work):
 @pytest.mark.parametrize(
     "text",
     [
-        "x" * (2 * text.PIECE_BYTES + 5),
+        "x" * (2 * readers.PIECE_BYTES + 5),
         " " * 10**6 + "end",
         "no final newline",
         "\ufeffa\r\nb\rc\nd" * 100,
@@ -245,7 +241,7 @@ SHARD = 40_000
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
     """Pieces, tasks and shards of kilobytes, so that a small text has many of each."""
-    patch.setattr(text, "PIECE_BYTES", 16_000)
+    patch.setattr(readers, "PIECE_BYTES", 16_000)
     patch.setattr(encode, "TASK_CHARACTERS", 8_000)
 
 
@@ -332,7 +328,7 @@ def test_what_is_current_is_not_prepared_again(work, monkeypatch):
     config = options(work)
     folder = prepared(config)
     monkeypatch.setattr(build, "make_tokenizer", lambda *_: pytest.fail("prepared again"))
-    monkeypatch.setattr("data.index._sha256", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr("data.prepared._sha256", lambda _: pytest.fail("read again"))
     assert prepared(config) == folder
     assert prepared(replace(config, global_batch=5, windows="document", workers=2)) == folder
 
@@ -343,7 +339,7 @@ def test_a_touched_file_is_read_again_but_not_prepared_again(work, monkeypatch):
     monkeypatch.setattr(build, "make_tokenizer", lambda *_: pytest.fail("prepared again"))
     os.utime(work / "a.txt", (1, 1))
     assert prepared(config) == folder
-    monkeypatch.setattr("data.index._sha256", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr("data.prepared._sha256", lambda _: pytest.fail("read again"))
     assert prepared(config) == folder
 
 
@@ -1261,7 +1257,7 @@ def some_ids(count: int = 5000) -> np.ndarray:
 
 @pytest.mark.parametrize("form", ["<u2 header", "<u4 header", "<u2"])
 def test_a_bin_file_of_ids_is_used_as_it_is(work, form, monkeypatch):
-    monkeypatch.setattr(pretokenized, "CHUNK_IDS", 333)
+    monkeypatch.setattr(encode, "CHUNK_IDS", 333)
     ids, path = some_ids(), work / "tokens.bin"
     if "header" in form:
         llm_c(path, ids, form[:3])

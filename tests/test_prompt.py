@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data import bpe
+from data import vocabulary
 from data.tokenizer import StreamDecoder, prompt_ids, start_ids
 from data.vocabulary import byte_tokenizer, char_tokenizer
 from model.config import ModelConfig, SamplingConfig
@@ -17,7 +17,7 @@ TEXT = "def main(argv):\n    return argv\n\ndef name(self):\n    return self.nam
 
 @pytest.fixture(scope="module")
 def words():
-    return bpe.train_bpe("bpe:300", 300, [TEXT])
+    return vocabulary.train_bpe("bpe:300", 300, [TEXT])
 
 
 @pytest.mark.parametrize(("prompt", "kept"), [("def ", "def"), ("    return ", "    return")])

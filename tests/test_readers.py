@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cli.options import ConfigError
-from data import readers, text
-from data.readers import How, file_pieces, form_of, json_values
-from data.text import PIECE_BYTES, cut, separated_pieces
+from data import readers
+from data.readers import PIECE_BYTES, How, cut, file_pieces, form_of, json_values, separated_pieces
 
 TEXTS = ["Story one.\nThe cat sat.", 'Sto"ry, two é', "three"]
 ROWS = [{"text": text, "url": "u", "body": text.upper()} for text in TEXTS]
@@ -191,7 +190,7 @@ def test_nesting_that_is_too_deep_is_refused(tmp_path, name, depth):
 def test_a_long_row_is_cut_without_copying_what_is_left_of_it_for_each_piece():
     buffers = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "piece_end", lambda b, s: buffers.append(b) or s + PIECE_BYTES)
+        patch.setattr(readers, "piece_end", lambda b, s: buffers.append(b) or s + PIECE_BYTES)
         assert [len(p.text) for p in cut([("x" * 5 * PIECE_BYTES, 9)])] == [PIECE_BYTES] * 5
     assert len(buffers) == 4
     assert len(set(map(id, buffers))) == 1

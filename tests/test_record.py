@@ -11,10 +11,10 @@ import pytest
 
 from cli.files import warn_once
 from cli.options import ConfigError
-from data import record
+from data import prepared
 from data.config import DataConfig
 from data.prepare import main, prepare
-from data.record import find_fingerprint, hold
+from data.prepared import find_fingerprint, hold
 from data.shards import read_meta
 
 TEXT = "".join(f"Line {i} says {i * i % 97} things.\n" for i in range(300))
@@ -109,16 +109,16 @@ def test_a_folder_that_a_run_holds_is_not_removed(make, root, command):
 def test_a_folder_that_is_being_removed_is_not_begun_with(make, monkeypatch):
     folder = make("a.txt", TEXT)
     with open(folder / "meta.json", "ab") as remover:
-        assert record.try_lock(remover) == "locked"
+        assert prepared.try_lock(remover) == "locked"
         with pytest.raises(ConfigError, match="being removed"):
             hold(folder)
-    try_lock = record.try_lock
+    try_lock = prepared.try_lock
 
     def removed_meanwhile(stream, shared):
         shutil.rmtree(folder)
         return try_lock(stream, shared)
 
-    monkeypatch.setattr(record, "try_lock", removed_meanwhile)
+    monkeypatch.setattr(prepared, "try_lock", removed_meanwhile)
     for _ in range(2):  # while it is opened, and before
         with pytest.raises(ConfigError, match="being removed"):
             hold(folder)
@@ -131,7 +131,7 @@ def test_an_unfinished_folder_is_listed_and_removed_unless_it_is_being_made(make
     (partial / "meta.json").unlink()
     assert "not finished" in command(main, "--list", f"--prepared_dir={root}")[1]
     argv = [f"--remove={partial.name}", f"--prepared_dir={root}"]
-    with record.lock(root / f".{key}.lock", lambda _: None):
+    with prepared.lock(root / f".{key}.lock", lambda _: None):
         code, _, err = command(main, *argv)
         assert code == 2 and "being prepared" in err
     assert command(main, *argv)[0] == 0
@@ -149,7 +149,7 @@ def test_without_locks_one_line_says_so_and_all_goes_on(make, root, command, mon
     folder = make("a.txt", TEXT)
     hold(folder).close()
     said = []
-    with record.lock(root / "x", said.append):
+    with prepared.lock(root / "x", said.append):
         assert "no file locks" in said[0]
     code, out, _ = command(main, f"--remove={folder.name}", f"--prepared_dir={root}")
     assert code == 0 and "no file locks" in out
@@ -164,7 +164,7 @@ def test_without_syncs_one_line_says_so_and_all_goes_on(make, monkeypatch, capsy
     warn_once.cache_clear()
     monkeypatch.setattr(os, "fsync", fsync)
     folders = make("a.txt", TEXT), make("b.txt", TEXT * 2)
-    assert all(record.is_complete(folder) for folder in folders)
+    assert all(prepared.is_complete(folder) for folder in folders)
     assert capsys.readouterr().err.count("warning: this file system cannot sync") == 1
 
 

@@ -8,7 +8,7 @@ from faultlib import Job
 
 from cli.options import ConfigError
 from training.distributed import Ranks, join_ranks
-from training.reduction import TreeSum, odd_part, pick_reduction, sum_over_ranks
+from training.step import TreeSum, odd_part, pick_reduction, sum_over_ranks
 
 
 def tree_sum(leaves: list[torch.Tensor]) -> torch.Tensor:

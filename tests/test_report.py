@@ -25,6 +25,7 @@ from tools import attention
 from tools import report as report_tool
 from training import page
 from training.config import Config, from_json
+from training.device import Precision
 from training.folder import STEP_MARK, read_entries, read_lines, read_spread
 from training.history import (
     BATCH,
@@ -35,10 +36,8 @@ from training.history import (
     smoothed,
     thinned,
 )
-from training.observer import command_line
-from training.precision import Precision
+from training.observer import append_snapshot, command_line, sample_text, scored_passage, token_text
 from training.report import try_report, write_report
-from training.snapshot import append_snapshot, sample_text, scored_passage, token_text
 from training.weights import load_for_sampling
 
 
@@ -490,7 +489,7 @@ def test_a_run_whose_report_fails_goes_on(train_tiny, tmp_path, monkeypatch, cap
     def fail(*args, **options):
         raise RuntimeError("no memory\nat all")
 
-    monkeypatch.setattr("training.observer.sample_text", fail)
+    monkeypatch.setattr("training.observer.append_snapshot", fail)
     monkeypatch.setattr("training.report.draw", fail)
     assert train_tiny(tmp_path / "run", report=True) == 0
     out = capsys.readouterr().out

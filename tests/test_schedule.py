@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from training.schedule import lr_factor
-from training.sections import ScheduleConfig
+from training.config import ScheduleConfig
+from training.optimizer import lr_factor
 
 
 def factors(max_steps: int, **options) -> list[float]:

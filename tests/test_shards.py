@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader
 
 from cli.options import ConfigError
 from data import shards
-from data.meta import BLOCK_BYTES, DamagedData, Meta, read_meta, write_meta
+from data.meta import BLOCK_BYTES, DamagedData, Meta, ShardWriter, read_meta, write_meta
 from data.shards import IGNORE_INDEX, Windows
-from data.writer import ShardWriter
 
 EOT = 0
 

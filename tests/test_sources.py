@@ -19,12 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cli.options import ConfigError
-from data import readers, text
-from data.index import content_of
-from data.readers import How
-from data.sources import named_split, open_source, parse_mixture
-from data.split import FEW_DOCUMENTS, resolve_split, split_of
-from data.text import PIECE_BYTES, Piece, cut, decoded, document_pieces, row_pieces
+from data import readers
+from data.prepared import content_of
+from data.readers import PIECE_BYTES, How, Piece, cut, decoded, document_pieces, row_pieces
+from data.sources import (
+    FEW_DOCUMENTS,
+    named_split,
+    open_source,
+    parse_mixture,
+    resolve_split,
+    split_of,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -160,7 +165,7 @@ def test_one_giant_line_is_cut_between_characters(character):
 def test_pieces_depend_on_the_text_alone(content, limit, chunk):
     def cut_by(chunks: Iterator[str]) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(text, "PIECE_BYTES", limit)
+            patch.setattr(readers, "PIECE_BYTES", limit)
             return [p.text for p in cut((c, 0) for c in chunks)]
 
     whole = cut_by([content])
@@ -170,7 +175,7 @@ def test_pieces_depend_on_the_text_alone(content, limit, chunk):
 
 @pytest.mark.parametrize("character", ["x", "é", "日", "🙂", "\n"])
 def test_a_row_is_cut_where_a_file_with_its_text_is(character, monkeypatch):
-    monkeypatch.setattr(text, "PIECE_BYTES", 16)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 16)
     contents = [character * n for n in range(40)]
     contents += ["\ufeff" + character * 9, f"a\r\n\rb{character * 20}\r", "\ufeff", " \r\n"]
     for content in contents:
@@ -486,7 +491,7 @@ def hub(monkeypatch):
         return iter(stand_in.rows)
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    monkeypatch.setattr("data.hub.check_network", lambda spec: None)
+    monkeypatch.setattr("data.sources.check_network", lambda spec: None)
     stand_in.asked = asked
     return stand_in
 

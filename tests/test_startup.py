@@ -22,9 +22,8 @@ from data.config import DataConfig
 from model.config import ModelConfig
 from model.gpt import GPT
 from training import startup
-from training.config import Config
+from training.config import Config, OptimConfig, ParallelConfig, RunConfig
 from training.distributed import Ranks
-from training.sections import OptimConfig, ParallelConfig, RunConfig
 
 
 def resolved(world: int = 1, rank: int = 0, said=lambda text: None, **data) -> Config:

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from model.config import ModelConfig
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
+from training.config import OptimConfig
+from training.device import Precision
 from training.distributed import Ranks, join_ranks
 from training.optimizer import Optimizers
-from training.precision import Precision
-from training.sections import OptimConfig
 from training.step import (
     SMALLEST_SCALE,
     NonFinite,

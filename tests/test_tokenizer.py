@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from cli.options import ConfigError
-from data import bpe, pretrained
+from data import pretrained, vocabulary
 from data.config import TIKTOKEN_NAMES, DataConfig
 from data.tokenizer import StreamDecoder, load_tokenizer, ready_tokenizer, start_ids
 from data.vocabulary import byte_tokenizer, char_tokenizer
@@ -52,13 +52,13 @@ def corpus(count: int = 12) -> list[str]:
 
 @pytest.fixture(scope="module")
 def own():
-    return bpe.train_bpe("bpe:600", 600, [*corpus(), *HARD])
+    return vocabulary.train_bpe("bpe:600", 600, [*corpus(), *HARD])
 
 
 @pytest.fixture(scope="module")
 def library(own):
     """The same tokenizer.json, encoded by `tokenizers`."""
-    library = Library.from_str(own.files[bpe.JSON_FILE])
+    library = Library.from_str(own.files[vocabulary.JSON_FILE])
     library.encode_special_tokens = True
     return library
 
@@ -75,7 +75,7 @@ def named(own):
 
 @pytest.fixture(scope="module")
 def hugging(own):
-    return pretrained.hf_from_json("hf:x", own.files[bpe.JSON_FILE])
+    return pretrained.hf_from_json("hf:x", own.files[vocabulary.JSON_FILE])
 
 
 @pytest.fixture(params=["char", "byte", "own", "named", "hugging"])
@@ -199,16 +199,16 @@ def test_long_runs_are_encoded_whole_and_soon(own, named, kind):
 def test_a_vocabulary_has_the_size_asked_for_with_the_end_of_text_last(own):
     assert own.vocab_size == 600
     assert own.eot == 599
-    assert json.loads(own.files[bpe.JSON_FILE])["added_tokens"][0]["id"] == 599
+    assert json.loads(own.files[vocabulary.JSON_FILE])["added_tokens"][0]["id"] == 599
 
 
 def test_training_twice_gives_the_same_tokenizer(own):
-    again = bpe.train_bpe("bpe:600", 600, iter([*corpus(), *HARD]))
+    again = vocabulary.train_bpe("bpe:600", 600, iter([*corpus(), *HARD]))
     assert again.files == own.files
 
 
 def test_too_little_text_gives_a_smaller_vocabulary():
-    tokenizer = bpe.train_bpe("bpe:1000", 1000, ["abab"])
+    tokenizer = vocabulary.train_bpe("bpe:1000", 1000, ["abab"])
     assert tokenizer.vocab_size < 1000
     assert tokenizer.eot == tokenizer.vocab_size - 1
     assert tokenizer.decode(tokenizer.encode("zebra")) == "zebra"
@@ -287,7 +287,7 @@ def test_own_bpe_is_saved_in_hugging_faces_form(own, tmp_path):
 
 def test_a_saved_bpe_keeps_the_rules_it_was_trained_with(own, tmp_path, monkeypatch):
     own.save(tmp_path)
-    monkeypatch.setattr(bpe, "SPLIT_PATTERN", r"\w+|\W")
+    monkeypatch.setattr(vocabulary, "SPLIT_PATTERN", r"\w+|\W")
     assert load_tokenizer(tmp_path).encode(HARD[5] + HARD[6]) == own.encode(HARD[5] + HARD[6])
 
 
@@ -399,7 +399,7 @@ def test_own_tokenizers_never_touch_the_network(no_network, monkeypatch):
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection"))
     char_tokenizer("ab", False).encode("abba")
     ready_tokenizer("byte").encode("abba")
-    bpe.train_bpe("bpe:300", 300, ["some text"]).encode("abba")
+    vocabulary.train_bpe("bpe:300", 300, ["some text"]).encode("abba")
 
 
 # Names

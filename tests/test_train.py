@@ -19,10 +19,10 @@ from cli.options import ConfigError
 from data.prepare import prepared_folder
 from data.shards import IGNORE_INDEX, Windows
 from training import run as run_module
+from training.checkpoint import TrainState, state_from_json
 from training.config import from_json
 from training.evaluate import Evaluation
 from training.folder import read_metrics
-from training.state import TrainState, state_from_json
 from training.step import NonFinite
 from training.weights import load_for_sampling
 
@@ -110,7 +110,7 @@ def test_a_run_from_before_tokens_were_counted_goes_on_without(train_tiny, train
     def older(saved: dict) -> TrainState:
         return state_from_json({name: saved[name] for name in saved if name != "tokens"})
 
-    monkeypatch.setattr("training.loading.state_from_json", older)
+    monkeypatch.setattr("training.checkpoint.state_from_json", older)
     assert train_tiny(trained, max_steps=10, resume="must") == 0
     assert list(metrics(trained, "tokens")) == [1, 2, 4, 6, 8]
     assert max(metrics(trained, "loss")) == 10

@@ -76,7 +76,7 @@ def make_page(title: str, model: GPT, tokenizer: Tokenizer, ids: list[int]) -> s
     import torch
 
     from model.inspect import attention_maps
-    from training.snapshot import token_text
+    from training.observer import token_text
 
     maps = attention_maps(model, torch.tensor([ids]))[:, 0]  # (L, H, T, T)
     data = {

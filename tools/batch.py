@@ -39,9 +39,8 @@ class BatchOptions:
 def main(argv: list[str]) -> int:
     """Print each window of the step."""
     options, (run,) = parse_options(argv, BatchOptions, usage=USAGE, positionals=["RUN"])
-    from training.checkpoint import find_checkpoint
+    from training.checkpoint import data_folder, find_checkpoint
     from training.history import read_config
-    from training.loading import data_folder
 
     config = read_config(Path(run))
     folder = data_folder(find_checkpoint(Path(run), "latest").about, config)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from data.tokenizer import Tokenizer
     from model.gpt import GPT
     from training.config import Config
+    from training.device import Precision
     from training.evaluate import Evaluation
-    from training.precision import Precision
     from training.weights import Weights
 
 USAGE = "python -m tools.evaluate RUN_OR_FOLDER [--source=TEXT] [--stride=N]"
@@ -77,8 +77,8 @@ def main(argv: list[str]) -> int:
 
     import torch
 
+    from training.device import Precision
     from training.distributed import pick_device
-    from training.precision import Precision
     from training.weights import find_weights
 
     if options.threads is not None:
@@ -118,8 +118,8 @@ def main(argv: list[str]) -> int:
 
 def run_config(weights: Weights) -> Config | None:
     """The config of the run that the weights are of; None for a Hugging Face folder."""
+    from training.checkpoint import RUN, read_json
     from training.config import from_json
-    from training.manifest import RUN, read_json
 
     return from_json(read_json(weights.path / RUN)) if weights.is_ours else None
 
@@ -132,8 +132,7 @@ def validation_split(weights: Weights, config: Config | None) -> Windows:
     """
     from data.meta import read_meta
     from data.shards import Windows
-    from training.loading import data_folder
-    from training.manifest import MANIFEST, read_json
+    from training.checkpoint import MANIFEST, data_folder, read_json
 
     name_one = "name a text, such as --source=my.txt"
     if config is None:
@@ -195,7 +194,7 @@ def read_ids(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[list[int],
 
     Raises ConfigError if there are fewer than two tokens.
     """
-    from data.pretokenized import source_ids
+    from data.encode import source_ids
     from data.readers import How
     from data.sources import open_source
 

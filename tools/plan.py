@@ -23,7 +23,7 @@ USAGE = (
 )
 COMPUTE_OPTIMAL = 20  # tokens per parameter (Hoffmann et al. 2022, "Chinchilla")
 
-# GPUs of training.hardware.PEAKS to show, with their memory in GB.
+# GPUs of training.device.PEAKS to show, with their memory in GB.
 GPUS = {
     "B200": 180,
     "H200": 141,
@@ -154,7 +154,7 @@ def on_ranks(config: Config, world: int, device: str) -> Config:
     """The config as `world` ranks on a kind of device would resolve it."""
     import torch
 
-    from training.precision import pick_dtype
+    from training.device import pick_dtype
 
     micro = config.data.micro_batch
     if not isinstance(micro, int):
@@ -250,7 +250,7 @@ def time_lines(config: Config, model: GPT, ranks: int, mfu: float) -> list[str]:
     """How long the run takes on `ranks` of each known GPU, and on this machine's CPU."""
     import torch
 
-    from training.hardware import PEAKS, measured_peak
+    from training.device import PEAKS, measured_peak
     from training.logger import clock_text
     from training.memory import estimate_memory
 

@@ -17,12 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from cli.options import ConfigError
-from training.checkpoint import find_checkpoint
-from training.config import Config
+from training.checkpoint import TrainState, find_checkpoint
+from training.config import Config, RunConfig, ScheduleConfig, seconds_of
 from training.logger import UNKNOWN_STEPS
-from training.schedule import lr_factor
-from training.sections import RunConfig, ScheduleConfig, seconds_of
-from training.state import TrainState
+from training.optimizer import lr_factor
 
 UNFITTED = UNKNOWN_STEPS  # before the first fit; the warm-up and the stable part do not ask
 FIRST_FIT = 3  # steps measured before the first fit; the very first, which warms up, is not

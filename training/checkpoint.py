@@ -11,32 +11,365 @@ bit flipped later is found by its hash.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor
 
-from cli.files import Entry, free_name, json_bytes, replace_file, sync_folder, write_file
-from cli.options import ConfigError
-from training.loading import Checkpoint, load_checkpoint
-from training.manifest import (
-    MANIFEST,
-    MODEL,
-    OPTIM,
-    RUN,
-    STATE,
-    DamagedCheckpoint,
-    check_finite,
-    tensor_pieces,
-    write_manifest,
+from cli.files import (
+    CHUNK,
+    Entry,
+    Piece,
+    free_name,
+    json_bytes,
+    replace_file,
+    sync_folder,
+    write_file,
 )
-from training.state import TrainState
+from cli.options import ConfigError, conform
+from data.prepare import prepared_root
+from data.prepared import find_fingerprint
+from training.config import Config, from_json
+
+# Every number, besides tensors, that can change a later update.
+
+# What torch's GradScaler calls its state.
+SCALER = {
+    "scale": float,
+    "growth_factor": float,
+    "backoff_factor": float,
+    "growth_interval": int,
+    "_growth_tracker": int,
+}
+
+
+@dataclass
+class TrainState:
+    """The state of a run after an update; saved as state.json."""
+
+    step: int = 0  # updates done
+    best_loss: float | None = None
+    best_step: int | None = None
+    since_best: int = 0  # evaluations
+    evaluated_at: int | None = None  # the last step that was evaluated
+    last_val_loss: float | None = None
+    skipped: int = 0  # float16 steps
+    tokens: int | None = 0  # targets trained on; None: the run began before they were counted
+    scaler: dict[str, Any] = field(default_factory=dict)
+    wandb_id: str | None = None
+    seconds: float = 0.0  # of a time budget that are used
+    fits: tuple[tuple[int, ...], ...] = ()  # of the budget: (step, max_steps from there on)
+
+    def record(self, val_loss: float) -> bool:
+        """Note an evaluation at this step; True if it is the best so far."""
+        self.evaluated_at, self.last_val_loss = self.step, val_loss
+        if self.best_loss is None or val_loss < self.best_loss:
+            self.best_loss, self.best_step, self.since_best = val_loss, self.step, 0
+            return True
+        self.since_best += 1
+        return False
+
+
+def state_from_json(saved: Any) -> TrainState:
+    """The state that a state.json holds. A number newer than the file has its default.
+
+    Raises ValueError that names what is unknown, of a wrong type or out of range.
+    """
+    if not isinstance(saved, dict):
+        raise ValueError("must be an object")
+    unknown = saved.keys() - {f.name for f in fields(TrainState)}
+    if unknown:
+        raise ValueError(f"unknown {', '.join(sorted(map(repr, unknown)))}")
+    types, values = get_type_hints(TrainState), {"tokens": None, **saved}
+    scaler = values.pop("scaler", {})
+    values = {name: conform(types[name], value, name) for name, value in values.items()}
+    state = TrainState(**values, scaler=_scaler_from_json(scaler))
+    counts = (state.step, state.since_best, state.skipped, state.best_step or 0, state.tokens or 0)
+    if min(counts) < 0 or max(counts) >= 1 << 62:
+        raise ValueError("a count is out of range")
+    bad_fits = [fit for fit in state.fits if len(fit) != 2 or not 0 <= fit[0] <= fit[1] < 1 << 62]
+    if bad_fits or state.seconds < 0:
+        raise ValueError("the time budget's numbers are out of range")
+    return state
+
+
+def _scaler_from_json(saved: Any) -> dict[str, Any]:
+    if saved == {}:  # no float16
+        return {}
+    if not isinstance(saved, dict) or saved.keys() != SCALER.keys():
+        raise ValueError(f"scaler must hold {', '.join(SCALER)}")
+    values = {name: conform(SCALER[name], value, f"scaler.{name}") for name, value in saved.items()}
+    if not 0 < values["scale"] < 2.0**128:  # a float32 above 0
+        raise ValueError(f"scaler.scale={values['scale']} is out of range")
+    return values
+
+
+# Files that are complete or absent, and the manifest that proves each byte of them.
+#
+# Every file is hashed while it is written and is on the disk before its name counts. What is read
+# back is believed only after its size and SHA-256 fit. Nothing that is read is ever executed, and
+# no name that comes from a file leads out of its folder.
+
+MANIFEST = "MANIFEST.json"
+FORMAT = 1
+MODEL, OPTIM, RUN, STATE = "model.safetensors", "optim.safetensors", "run.json", "state.json"
+FILES = (MODEL, OPTIM, RUN, STATE)
+MAX_JSON = 64 << 20  # a larger JSON file is not ours
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+
+
+class DamagedCheckpoint(RuntimeError):
+    """A checkpoint that is incomplete or whose bytes have changed; the message names the file."""
+
+    exit_code = 3
+
+
+# Writing
+
+
+def tensor_pieces(tensors: dict[str, Tensor]) -> Iterator[Piece]:
+    """A safetensors file, one tensor at a time: the memory of one is all that this takes.
+
+    The form (github.com/huggingface/safetensors): the length of the header in 8 bytes, the header
+    in JSON, then the tensors, little-endian, without gaps.
+    """
+    header, end = {}, 0
+    for name, t in tensors.items():
+        start, end = end, end + t.numel() * t.element_size()
+        offsets = [start, end]
+        header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the tensors start at a multiple of 8
+    yield len(text).to_bytes(8, "little") + text
+    for t in tensors.values():
+        plain = t.detach().cpu().contiguous().reshape(-1)
+        yield memoryview(plain.view(torch.uint8).numpy())
+
+
+def write_manifest(folder: Path, step: int, about: dict[str, Any], files: dict[str, Entry]) -> None:
+    """The last file of a checkpoint. `seal` is a hash of the rest: the manifest proves itself."""
+    manifest = {"format": FORMAT, "step": step, "about": about, "files": files}
+    sealed = {**manifest, "seal": _hash_of(manifest)}
+    write_file(folder / MANIFEST, [json_bytes(sealed)])
+
+
+def _hash_of(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+# Reading
+
+
+def read_manifest(path: Path, skip: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The manifest of a checkpoint, once every file it names has its size and SHA-256.
+
+    skip: files that are not needed, and so not looked at.
+    Raises DamagedCheckpoint naming the file that is missing, changed, strange or too many.
+    """
+    manifest = read_json(path / MANIFEST)
+    problem = _problem_of(manifest)
+    if problem:
+        raise DamagedCheckpoint(f"{path / MANIFEST} is damaged: {problem}")
+    if re.fullmatch(r"step-\d+", path.name) and path.name != f"step-{manifest['step']}":
+        raise DamagedCheckpoint(f"{path} holds step {manifest['step']}")
+    for name, entry in manifest["files"].items():
+        if name not in skip:
+            _check_file(path / name, entry)
+    for found in (path / "tokenizer").iterdir():  # one that is not listed might be read first
+        if f"tokenizer/{found.name}" not in manifest["files"] and found.name[0] != ".":
+            raise DamagedCheckpoint(f"{found} does not belong there: {MANIFEST} does not list it")
+    return manifest
+
+
+def _problem_of(manifest: Any) -> str:
+    """What is wrong with a manifest before any file is looked at; "" if nothing is.
+
+    Anyone can compute a seal that fits: it finds accidents. So all else is checked as well.
+    """
+    if not isinstance(manifest, dict):
+        return "not an object"
+    try:
+        seal = manifest.pop("seal", None)
+        if seal != _hash_of(manifest):
+            return "its own hash does not fit"
+    except RecursionError:
+        return "nested too deeply"
+    if manifest.get("format") != FORMAT:
+        return f"format {manifest.get('format')!r}, not {FORMAT}"
+    files, about = manifest.get("files"), manifest.get("about")
+    if not _is_count(manifest.get("step")) or not isinstance(files, dict):
+        return "step or files missing"
+    if not isinstance(about, dict) or not all(_is_plain(value) for value in about.values()):
+        return "about must hold plain values"
+    for name in FILES:
+        if name not in files:
+            return f"{name} is not listed"
+    if not any(name.startswith("tokenizer/") for name in files):
+        return "no tokenizer is listed"
+    for name, entry in files.items():
+        if name not in FILES and not re.fullmatch(r"tokenizer/[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+            return f"strange file name {name!r}"  # nothing outside the folder is ever opened
+        if not isinstance(entry, dict) or not _is_count(entry.get("size")):
+            return f"{name} has no size"
+        if not isinstance(entry.get("sha256"), str):
+            return f"{name} has no SHA-256"
+    return ""
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (str, int, float))
+
+
+def _check_file(path: Path, expected: Entry) -> None:
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} is missing ({error.strerror})") from error
+    if not stat.S_ISREG(status.st_mode) or path.parent.is_symlink():
+        raise DamagedCheckpoint(f"{path} is not a plain file")
+    if status.st_size != expected["size"]:
+        raise DamagedCheckpoint(f"{path} has {status.st_size} bytes, not {expected['size']}")
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    if digest.hexdigest() != expected["sha256"]:
+        raise DamagedCheckpoint(f"{path} is damaged: its SHA-256 does not fit {MANIFEST}")
+
+
+def read_json(path: Path) -> Any:
+    """The content of a small JSON file. Raises DamagedCheckpoint if it cannot be had."""
+    try:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON:
+            raise DamagedCheckpoint(f"{path} is not a plain JSON file")
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} is missing ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged: not JSON ({error})") from error
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no number in these tensors is inf or nan, by their largest magnitude."""
+    numbers = [t for t in tensors if t.is_floating_point() and t.numel()]
+    return math.isfinite(torch.nn.utils.get_total_norm(numbers, norm_type=math.inf))
+
+
+def check_finite(path: Path) -> None:
+    """Raise DamagedCheckpoint if a file holds inf or nan, one tensor at a time, or no tensors."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                if not all_finite([file.get_tensor(name)]):
+                    raise DamagedCheckpoint(f"{path}: {name} is not finite (inf or nan)")
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU. Raises DamagedCheckpoint if it is none."""
+    try:
+        return safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+
+
+# A checkpoint read back: verified first, then its parts.
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint, its small files parsed."""
+
+    path: Path
+    run: dict[str, Any]
+    state: TrainState
+    about: dict[str, Any]  # where it was made: data, ranks, threads, versions
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        return read_tensors(self.path / MODEL)
+
+    def optim_tensors(self) -> dict[str, Tensor]:
+        return read_tensors(self.path / OPTIM)
+
+
+def load_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
+    """Verify every byte of a checkpoint, then read its small files.
+
+    weights_only: leave out the optimizer's state, which may be missing then.
+    Raises DamagedCheckpoint naming the file that is missing, of another size or hash, or strange.
+    """
+    manifest = read_manifest(path, skip=(OPTIM,) if weights_only else ())
+    run, saved = read_json(path / RUN), read_json(path / STATE)
+    try:
+        state = state_from_json(saved)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path / STATE} is damaged: {error}") from error
+    if state.step != manifest["step"]:
+        raise DamagedCheckpoint(f"{path / STATE}: step {state.step}, not {manifest['step']}")
+    return Checkpoint(path, run, state, manifest["about"])
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """The config that a checkpoint was made with.
+
+    Raises DamagedCheckpoint if it is none, or is of a larger model than the weights are: sizes that
+    come from a file are checked before anything is allocated.
+    """
+    path = checkpoint.path / RUN
+    try:
+        config = from_json(checkpoint.run)
+        problems = config.problems()
+        if config.model.vocab_size is None:
+            problems.append("model.vocab_size is missing")
+        if problems:
+            raise ConfigError(problems)
+        shape = config.model.resolved(config.model.vocab_size)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+    heads = 2 * (shape.n_heads + shape.n_kv_heads) * shape.d_head  # q, o, k and v
+    block = shape.d_model * (heads + 2 * shape.d_mlp)  # at least: an MLP may have a gate
+    at_least = 4 * (shape.vocab_size * shape.d_model + shape.n_layers * block)
+    size = (checkpoint.path / MODEL).stat().st_size
+    if at_least > size:
+        raise DamagedCheckpoint(
+            f"{path} is of a model of {at_least:,} bytes or more, {MODEL} has {size:,}"
+        )
+    return config
+
+
+def data_folder(about: Mapping[str, Any], config: Config) -> Path:
+    """Find the prepared data of the run that a checkpoint with this manifest is of.
+
+    Raises ConfigError if it is gone.
+    """
+    wanted, hint = str(about["data_fingerprint"]), str(about.get("data_folder", ""))
+    root = prepared_root(config.data)
+    folder = find_fingerprint(root, wanted, hint)
+    if folder is None:
+        raise ConfigError(
+            f"{root} holds no data with fingerprint {wanted[:12]}, which the run was trained on: "
+            f"prepare data.source={config.data.source} again"
+        )
+    return folder
+
 
 STEP_NAME = r"step-(0|[1-9][0-9]{0,17})"
 # What a kill can leave half-written: the names that this project makes, and no others.

@@ -15,8 +15,8 @@ from data.shards import Windows
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
 from training.config import Config
+from training.device import Precision
 from training.distributed import Ranks
-from training.precision import Precision
 
 CPU_TOKENS = 4096
 

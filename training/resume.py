@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cli.options import typed_text
-from training.config import OPTIONS, Config, differences, values_of
-from training.sections import seconds_of
+from training.config import OPTIONS, Config, differences, seconds_of, values_of
 
 # How a resumed run treats an option that is given another value than the run has; each option names
 # its kind beside its help.

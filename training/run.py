@@ -17,14 +17,13 @@ from cli.files import replace_file
 from data.loader import Batch, BatchLoader, prefetch
 from data.shards import Windows
 from training.budget import Budget, fitted, open_budget, steps_at
-from training.checkpoint import Checkpoints, TrainState, model_tensors
+from training.checkpoint import Checkpoints, TrainState, all_finite, model_tensors
 from training.config import Config, sections_of, to_json
+from training.device import model_flops_utilisation, peak_flops
 from training.evaluate import choose_windows, evaluate, windows_at_once
-from training.hardware import model_flops_utilisation, peak_flops
 from training.logger import RunLogger
-from training.manifest import all_finite
 from training.observer import Observer
-from training.schedule import lr_factor
+from training.optimizer import lr_factor
 from training.signals import Interrupts
 from training.startup import Data, environment
 from training.step import NonFinite, Setup, StepMetrics, count_targets, train_step

@@ -12,13 +12,12 @@ import torch
 from cli.command import shown
 from cli.options import ConfigError
 from data.tokenizer import Tokenizer
-from training import snapshot
+from training import observer
 from training.budget import UNFITTED
-from training.config import Config
+from training.config import Config, seconds_of
 from training.logger import clock_text
 from training.memory import estimate_memory
 from training.run import Run
-from training.sections import seconds_of
 
 SAMPLE_TOKENS = 150  # of the sample at the end
 ASSUMED_MFU = 0.5  # of the estimate at the start
@@ -136,7 +135,7 @@ def sample_text(run: Run, prompt: str) -> str:
     # Compiled, each length of the text would be compiled anew.
     eager = torch.compiler.set_stance("force_eager") if run.config.run.compile else nullcontext()
     with eager:
-        return snapshot.sample_text(
+        return observer.sample_text(
             run.setup.model,
             run.data.tokenizer,
             prompt,

@@ -18,20 +18,25 @@ from cli.options import ConfigError
 from data.loader import BatchLoader
 from data.meta import Meta, check_tokenizer, read_meta, read_tokenizer
 from data.prepare import difference_from, prepare, prepared_root, source_options
-from data.record import find_fingerprint, hold, note_use, read_made_from
+from data.prepared import find_fingerprint, hold, note_use, read_made_from
 from data.shards import Windows
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.fast import speed_up
 from model.gpt import GPT
 from training.budget import lengthened, next_factor, open_budget
 from training.checkpoint import (
+    MANIFEST,
+    RUN,
     Checkpoint,
     Checkpoints,
     TrainState,
+    config_of,
     load_checkpoint,
     load_model_tensors,
+    read_json,
 )
 from training.config import OPTIONS, Config, differences, from_json, to_json
+from training.device import Precision, hardware_name, keep_freed_memory, pick_attention, pick_dtype
 from training.distributed import Ranks, default_threads, make_cublas_deterministic
 from training.folder import (
     WRITTEN,
@@ -42,15 +47,10 @@ from training.folder import (
     move_aside,
     was_cleared,
 )
-from training.hardware import hardware_name, keep_freed_memory
-from training.loading import config_of
-from training.manifest import MANIFEST, RUN, read_json
-from training.microbatch import pick_micro_batch
+from training.memory import pick_micro_batch
 from training.optimizer import Optimizers
-from training.precision import Precision, pick_attention, pick_dtype
-from training.reduction import pick_reduction
 from training.resume import is_other_recipe, resume_notes, resume_problems, resumed
-from training.step import Setup
+from training.step import Setup, pick_reduction
 from training.weights import inherit_model, load_first_weights
 
 Say = Callable[[str], None]

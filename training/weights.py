@@ -21,10 +21,9 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from model import huggingface
 from model.config import DROPOUTS, ModelConfig
 from model.gpt import GPT
-from training.checkpoint import MANIFEST, find_checkpoint, load_model_tensors
+from training.checkpoint import MANIFEST, config_of, find_checkpoint, load_model_tensors
 from training.config import Config
-from training.loading import config_of
-from training.precision import pick_attention
+from training.device import pick_attention
 
 Say = Callable[[str], None]
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from cli.options import ConfigError
+from data.build import SAMPLE_BYTES
 from data.config import DataConfig
 from data.loader import BatchLoader
 from data.meta import read_meta
-from data.plan import SAMPLE_BYTES
 from data.prepare import prepare
 from data.shards import TokenStream, Windows
 from data.tokenizer import load_tokenizer

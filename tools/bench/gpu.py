@@ -29,7 +29,7 @@ from tools.bench.step import (
 )
 from tools.bench.table import show
 from training.config import load_config
-from training.hardware import known_peak, measured_peak
+from training.device import known_peak, measured_peak
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"]  # sdpa's

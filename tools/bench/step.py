@@ -20,9 +20,8 @@ from data.config import DataConfig
 from model.config import ModelConfig
 from model.fast import speed_up
 from model.gpt import GPT
-from training.config import Config
+from training.config import Config, OptimConfig, ParallelConfig, RunConfig
 from training.distributed import Ranks
-from training.sections import OptimConfig, ParallelConfig, RunConfig
 from training.startup import build_setup, prepare_process
 from training.step import Setup, train_step
 

@@ -25,8 +25,7 @@ from tools.bench.step import (
     training_setup,
 )
 from tools.bench.table import show
-from training.hardware import measured_peak
-from training.precision import pick_dtype
+from training.device import measured_peak, pick_dtype
 
 
 @dataclass(frozen=True)
