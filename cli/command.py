@@ -18,6 +18,8 @@ from typing import Any, NoReturn, TextIO
 
 from cli.options import ConfigError, first_on_machine
 
+Say = Callable[[str], None]  # prints or collects one line for the user
+
 UNWRITABLE = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM")
 FIRST_RANK_SECONDS = 10  # in which the first rank of a machine tells a mistake
 

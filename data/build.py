@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cli.command import Say
 from cli.files import json_bytes, replace_file, sync, sync_folder
 from cli.options import ConfigError
 from data.config import DataConfig
@@ -45,7 +46,6 @@ from data.vocabulary import (
 
 SAMPLE_BYTES = 32 << 20  # of text that a BPE is trained on
 SAMPLE_SPAN = 16  # the sample is spread over so many times its size
-Say = Callable[[str], None]
 
 
 @dataclass

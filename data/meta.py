@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from cli.command import Say
 from cli.files import json_bytes, replace_file, sync
 from cli.options import ConfigError
 
@@ -269,7 +269,7 @@ def summary(meta: Meta) -> str:
     )
 
 
-def verify(folder: Path, say: Callable[[str], None] = print) -> None:
+def verify(folder: Path, say: Say = print) -> None:
     """Read every byte of a prepared folder. Raises DamagedData that names each damaged file."""
     meta = read_meta(folder)
     damaged = []

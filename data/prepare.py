@@ -26,10 +26,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-from cli.command import make_folder, run_command
+from cli.command import Say, make_folder, run_command
 from cli.files import try_lock
 from cli.options import ConfigError, parse_sections
-from data.build import Plan, Say, build, make_plan, make_tokenizer
+from data.build import Plan, build, make_plan, make_tokenizer
 from data.config import DataConfig
 from data.encode import n_workers
 from data.meta import read_meta, summary, verify

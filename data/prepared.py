@@ -16,13 +16,13 @@ import shutil
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cli.command import make_folder
+from cli.command import Say, make_folder
 from cli.files import replace_file, try_lock
 from cli.options import ConfigError
 from data.meta import META_FILE, DamagedData, read_meta
@@ -74,9 +74,7 @@ class _Known:
             self.path = None
 
 
-def content_of(
-    source: Source, root: Path | None, say: Callable[[str], None] = lambda text: None
-) -> Content:
+def content_of(source: Source, root: Path | None, say: Say = lambda text: None) -> Content:
     """The content of a source. Files that the index in `root` knows by stamp are not read again.
 
     Raises ConfigError for a file that cannot be read.
@@ -233,7 +231,6 @@ def _rewrite(path: Path, hashes: dict[Stamp, str], digest: str) -> None:
 SOURCE_FILE = "source.json"
 KEY_LENGTH = 12
 POLL_SECONDS = 0.2
-Say = Callable[[str], None]
 
 
 def key_of(made_from: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -28,6 +28,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from cli.command import Say
 from cli.files import (
     CHUNK,
     Entry,
@@ -380,7 +381,7 @@ LEFT_IN_RUN = r"\.tmp-(run\.json|report\.html|wandb_id|\.launch)-[0-9]+"
 class Checkpoints:
     """The checkpoints of one run folder."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None] = print) -> None:
+    def __init__(self, folder: Path, say: Say = print) -> None:
         self.folder, self.say = folder, say
         self._known: dict[int, bool] = {}  # step -> whether it is good, as this process found
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cli.command import exit_code_of
+from cli.command import Say, exit_code_of
 from cli.limits import usable_cores
 from cli.options import ConfigError
 
@@ -408,7 +408,7 @@ def make_cublas_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def pick_backend(device: torch.device, say: Callable[[str], None] = print) -> str:
+def pick_backend(device: torch.device, say: Say = print) -> str:
     """nccl between GPUs where this torch has it, else gloo."""
     if device.type != "cuda":
         return "gloo"

@@ -9,13 +9,14 @@ import json
 import math
 import platform
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cli.command import Say
 from cli.limits import usable_cores
 from data.shards import Windows
 from data.tokenizer import Tokenizer, prompt_ids
@@ -252,8 +253,6 @@ def _ends_line(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-Say = Callable[[str], None]
-
 SAMPLE_TOKENS = 120  # of the sample at each evaluation
 
 
@@ -266,7 +265,7 @@ class Observer:
         setup: Setup,
         data: Data,
         logger: RunLogger,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self.config, self.setup, self.data, self.logger, self.say = config, setup, data, logger, say
         self.folder = Path(config.run.out_dir)

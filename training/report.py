@@ -7,16 +7,15 @@ report.css and report.js go into the page.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from cli.command import Say
 from cli.files import replace_file
 from cli.options import ConfigError
 from training import page
 from training.charts import Charts, draw
 from training.history import REPORT, History
-
-Say = Callable[[str], None]
 
 GENERATOR = '<meta name="generator" content="plainGPT">'  # by which our pages know each other
 

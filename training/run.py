@@ -7,12 +7,13 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from cli.command import Say
 from cli.files import replace_file
 from data.loader import Batch, BatchLoader, prefetch
 from data.shards import Windows
@@ -28,7 +29,6 @@ from training.signals import Interrupts
 from training.startup import Data, environment
 from training.step import NonFinite, Setup, StepMetrics, count_targets, train_step
 
-Say = Callable[[str], None]
 Batches = Iterator[Batch]
 
 

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import inspect
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from cli.command import Say
 from cli.options import ConfigError
 from data.loader import BatchLoader
 from data.meta import Meta, check_tokenizer, read_meta, read_tokenizer
@@ -52,8 +52,6 @@ from training.optimizer import Optimizers
 from training.resume import is_other_recipe, resume_notes, resume_problems, resumed
 from training.step import Setup, pick_reduction
 from training.weights import inherit_model, load_first_weights
-
-Say = Callable[[str], None]
 
 # What the learning rate of the next step depends on.
 RATE_OPTIONS = {option.full_name for option in OPTIONS.values() if option.section == "schedule"}

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cli.command import Say
 from cli.options import ConfigError
 from data.config import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -24,8 +25,6 @@ from model.gpt import GPT
 from training.checkpoint import MANIFEST, config_of, find_checkpoint, load_model_tensors
 from training.config import Config
 from training.device import pick_attention
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
