@@ -100,7 +100,7 @@ def test_a_kill_between_the_last_checkpoint_and_best_is_mended(trained, tiny_arg
     assert place.read_text() == wanted
 
 
-@pytest.mark.parametrize("n", [10, pytest.param(200, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("n", [20, pytest.param(200, marks=pytest.mark.faults)])
 def test_kill_nine_at_random_moments_half_of_them_in_a_save(n, tiny_argv, tmp_path, figure):
     rng, told, shared = random.Random(n), Figures(), Shared()
     argv = tiny_argv(tmp_path / "run", **KILLED)
