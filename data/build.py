@@ -32,12 +32,12 @@ from data.meta import (
 from data.prepared import SOURCE_FILE, Stamp, key_of, looks_unchanged, partial_folder, stamps_of
 from data.readers import How, Piece, form_of
 from data.sources import Read, Source, Split, is_chosen, resolve_split
-from data.tokenizer import load_tokenizer
-from data.vocabulary import (
+from data.tokenizer import (
     END_OF_TEXT,
     Tokenizer,
     char_tokenizer,
     code_points,
+    load_tokenizer,
     train_bpe,
     unknown_characters,
 )

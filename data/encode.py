@@ -21,8 +21,7 @@ from cli.limits import usable_cores
 from cli.options import ConfigError
 from data.readers import is_compressed
 from data.sources import Part, Source, Split
-from data.tokenizer import load_tokenizer
-from data.vocabulary import Tokenizer, lost_bytes
+from data.tokenizer import Tokenizer, load_tokenizer, lost_bytes
 
 TASK_CHARACTERS = 1 << 19  # text that travels to a process at a time
 WAITING = 3  # tasks per process that are in memory

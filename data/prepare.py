@@ -50,8 +50,7 @@ from data.prepared import (
     unreadable,
 )
 from data.sources import STDIN, Source, open_sources, parse_mixture, parts_of
-from data.tokenizer import ready_tokenizer
-from data.vocabulary import FILE, SPLIT_PATTERN, Tokenizer
+from data.tokenizer import FILE, SPLIT_PATTERN, Tokenizer, ready_tokenizer
 
 # What preparing would do, without doing it.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from cli.options import ConfigError
-from data.vocabulary import characters_of, ids_of
+from data.tokenizer import characters_of, ids_of
 
 # The text policy: what bytes of a file become which text, the same on every platform.
 #

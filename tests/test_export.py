@@ -20,9 +20,15 @@ import torch
 import sample
 import tools.export
 from cli.options import ConfigError
-from data.pretrained import hf_from_json, tiktoken_from_ranks
-from data.tokenizer import Tokenizer, load_tokenizer
-from data.vocabulary import byte_tokenizer, char_tokenizer, train_bpe
+from data.tokenizer import (
+    Tokenizer,
+    byte_tokenizer,
+    char_tokenizer,
+    hf_from_json,
+    load_tokenizer,
+    tiktoken_from_ranks,
+    train_bpe,
+)
 from model.config import ModelConfig
 from model.gpt import GPT
 from tools import export_graph, export_hf, export_onnx

@@ -23,12 +23,23 @@ import tools.evaluate
 import tools.export
 from cli.command import shown
 from cli.options import ConfigError
-from data import prepare, vocabulary
+from data import prepare
 from data.config import DataConfig
 from data.meta import read_meta
 from data.shards import Windows
-from data.tokenizer import Tokenizer, load_tokenizer, prompt_ids, ready_tokenizer, start_ids
-from data.vocabulary import END_OF_TEXT, byte_tokenizer, char_tokenizer, lost_bytes
+from data.tokenizer import (
+    END_OF_TEXT,
+    JSON_FILE,
+    Tokenizer,
+    byte_tokenizer,
+    char_tokenizer,
+    load_tokenizer,
+    lost_bytes,
+    prompt_ids,
+    ready_tokenizer,
+    start_ids,
+    train_bpe,
+)
 from model.config import ModelConfig, SamplingConfig
 from model.generate import generate
 from model.gpt import GPT
@@ -47,15 +58,13 @@ EOT_ID, START_ID = 288, 289  # the text holds too little to merge for 300
 
 def own_bpe() -> str:
     """The tokenizer.json of a BPE trained on TEXT."""
-    return vocabulary.train_bpe("bpe:300", 300, [TEXT]).files[vocabulary.JSON_FILE]
+    return train_bpe("bpe:300", 300, [TEXT]).files[JSON_FILE]
 
 
 def tokenizer_folder(folder: Path, processor=None, **config) -> Path:
     """A byte-level tokenizer.json with <s>, and its tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    library = Library.from_str(
-        vocabulary.train_bpe("bpe:300", 300, [TEXT]).files[vocabulary.JSON_FILE]
-    )
+    library = Library.from_str(train_bpe("bpe:300", 300, [TEXT]).files[JSON_FILE])
     library.add_special_tokens([START])
     if processor is not None:
         library.post_processor = processor(library.token_to_id)
@@ -387,9 +396,7 @@ def merging() -> Library:
 
 
 def byte_level() -> Library:
-    return Library.from_str(
-        vocabulary.train_bpe("bpe:300", 300, [TEXT]).files[vocabulary.JSON_FILE]
-    )
+    return Library.from_str(train_bpe("bpe:300", 300, [TEXT]).files[JSON_FILE])
 
 
 KINDS = {
@@ -655,7 +662,7 @@ def test_a_batch_of_an_export_gives_what_its_texts_give_alone(kind, tmp_path):
         tokenizer, vocab_size = char_tokenizer("\n abc", False), 8
     else:
         make = {"byte": byte_tokenizer, "char": lambda: char_tokenizer("\n abc", True)}
-        make["bpe"] = lambda: vocabulary.train_bpe("bpe:300", 300, [TEXT])
+        make["bpe"] = lambda: train_bpe("bpe:300", 300, [TEXT])
         tokenizer = make[kind]()
     folder = exported_tokenizer(tokenizer, tmp_path / "out", vocab_size)
     theirs = AutoTokenizer.from_pretrained(folder, padding_side="left")

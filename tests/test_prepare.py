@@ -30,8 +30,7 @@ from data.meta import DamagedData, ShardWriter, read_meta, verify
 from data.prepare import main, prepare, prepared_folder, preview
 from data.shards import IGNORE_INDEX, Windows
 from data.sources import Part, open_source
-from data.tokenizer import load_tokenizer, ready_tokenizer
-from data.vocabulary import char_tokenizer, characters_of
+from data.tokenizer import char_tokenizer, characters_of, load_tokenizer, ready_tokenizer
 
 ROOT = Path(__file__).parents[1]
 LINES = [f"Line {i} says {i * i % 97} things, naïvely.\n" for i in range(4000)]

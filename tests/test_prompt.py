@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data import vocabulary
-from data.tokenizer import StreamDecoder, prompt_ids, start_ids
-from data.vocabulary import byte_tokenizer, char_tokenizer
+from data.tokenizer import (
+    StreamDecoder,
+    byte_tokenizer,
+    char_tokenizer,
+    prompt_ids,
+    start_ids,
+    train_bpe,
+)
 from model.config import ModelConfig, SamplingConfig
 from model.generate import generate
 from model.gpt import GPT
@@ -17,7 +22,7 @@ TEXT = "def main(argv):\n    return argv\n\ndef name(self):\n    return self.nam
 
 @pytest.fixture(scope="module")
 def words():
-    return vocabulary.train_bpe("bpe:300", 300, [TEXT])
+    return train_bpe("bpe:300", 300, [TEXT])
 
 
 @pytest.mark.parametrize(("prompt", "kept"), [("def ", "def"), ("    return ", "    return")])

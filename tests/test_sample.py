@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 import model.generate
 import sample
-from data.tokenizer import StreamDecoder, start_ids
-from data.vocabulary import byte_tokenizer, char_tokenizer
+from data.tokenizer import StreamDecoder, byte_tokenizer, char_tokenizer, start_ids
 from model.config import ModelConfig, SamplingConfig
 from model.gpt import GPT
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import inspect
 import json
 import sysconfig
@@ -17,10 +19,21 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from cli.options import ConfigError
-from data import pretrained, vocabulary
 from data.config import TIKTOKEN_NAMES, DataConfig
-from data.tokenizer import StreamDecoder, load_tokenizer, ready_tokenizer, start_ids
-from data.vocabulary import byte_tokenizer, char_tokenizer
+from data.tokenizer import (
+    JSON_FILE,
+    TIKTOKEN_FILES,
+    TIKTOKEN_HOST,
+    StreamDecoder,
+    byte_tokenizer,
+    char_tokenizer,
+    hf_from_json,
+    load_tokenizer,
+    ready_tokenizer,
+    start_ids,
+    tiktoken_from_ranks,
+    train_bpe,
+)
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 SPECIAL = "<|endoftext|>"
@@ -52,13 +65,13 @@ def corpus(count: int = 12) -> list[str]:
 
 @pytest.fixture(scope="module")
 def own():
-    return vocabulary.train_bpe("bpe:600", 600, [*corpus(), *HARD])
+    return train_bpe("bpe:600", 600, [*corpus(), *HARD])
 
 
 @pytest.fixture(scope="module")
 def library(own):
     """The same tokenizer.json, encoded by `tokenizers`."""
-    library = Library.from_str(own.files[vocabulary.JSON_FILE])
+    library = Library.from_str(own.files[JSON_FILE])
     library.encode_special_tokens = True
     return library
 
@@ -67,15 +80,15 @@ def library(own):
 def named(own):
     """What tiktoken_by_name makes of an encoding: here one with GPT-2's pattern and our ranks."""
     ranks = {piece: i for i, piece in enumerate(own.table) if piece}
-    lines = [f"{pretrained.base64.b64encode(piece).decode()} {i}\n" for piece, i in ranks.items()]
+    lines = [f"{base64.b64encode(piece).decode()} {i}\n" for piece, i in ranks.items()]
     special = {SPECIAL: len(ranks), "<|fim_prefix|>": len(ranks) + 3}
     about = {"pattern": GPT2_PATTERN, "vocab_size": len(ranks) + 4, "special": special}
-    return pretrained.tiktoken_from_ranks({"name": "gpt2", **about}, "".join(lines))
+    return tiktoken_from_ranks({"name": "gpt2", **about}, "".join(lines))
 
 
 @pytest.fixture(scope="module")
 def hugging(own):
-    return pretrained.hf_from_json("hf:x", own.files[vocabulary.JSON_FILE])
+    return hf_from_json("hf:x", own.files[JSON_FILE])
 
 
 @pytest.fixture(params=["char", "byte", "own", "named", "hugging"])
@@ -199,16 +212,16 @@ def test_long_runs_are_encoded_whole_and_soon(own, named, kind):
 def test_a_vocabulary_has_the_size_asked_for_with_the_end_of_text_last(own):
     assert own.vocab_size == 600
     assert own.eot == 599
-    assert json.loads(own.files[vocabulary.JSON_FILE])["added_tokens"][0]["id"] == 599
+    assert json.loads(own.files[JSON_FILE])["added_tokens"][0]["id"] == 599
 
 
 def test_training_twice_gives_the_same_tokenizer(own):
-    again = vocabulary.train_bpe("bpe:600", 600, iter([*corpus(), *HARD]))
+    again = train_bpe("bpe:600", 600, iter([*corpus(), *HARD]))
     assert again.files == own.files
 
 
 def test_too_little_text_gives_a_smaller_vocabulary():
-    tokenizer = vocabulary.train_bpe("bpe:1000", 1000, ["abab"])
+    tokenizer = train_bpe("bpe:1000", 1000, ["abab"])
     assert tokenizer.vocab_size < 1000
     assert tokenizer.eot == tokenizer.vocab_size - 1
     assert tokenizer.decode(tokenizer.encode("zebra")) == "zebra"
@@ -287,7 +300,7 @@ def test_own_bpe_is_saved_in_hugging_faces_form(own, tmp_path):
 
 def test_a_saved_bpe_keeps_the_rules_it_was_trained_with(own, tmp_path, monkeypatch):
     own.save(tmp_path)
-    monkeypatch.setattr(vocabulary, "SPLIT_PATTERN", r"\w+|\W")
+    monkeypatch.setattr("data.tokenizer.SPLIT_PATTERN", r"\w+|\W")
     assert load_tokenizer(tmp_path).encode(HARD[5] + HARD[6]) == own.encode(HARD[5] + HARD[6])
 
 
@@ -365,17 +378,17 @@ def test_a_tiktoken_encoding_fails_at_once_with_the_path_to_fill(no_network, nam
         ready_tokenizer(name)
     assert time.perf_counter() - began < 5
     said = str(refused.value)
-    address = pretrained.TIKTOKEN_HOST + pretrained.TIKTOKEN_FILES[name][0]
+    address = TIKTOKEN_HOST + TIKTOKEN_FILES[name][0]
     assert address in said
-    assert str(no_network / pretrained.hashlib.sha1(address.encode()).hexdigest()) in said
+    assert str(no_network / hashlib.sha1(address.encode()).hexdigest()) in said
     assert "bpe:N" in said
 
 
 def test_a_damaged_file_in_the_cache_is_refused_at_once(no_network):
     no_network.mkdir()
-    for file in pretrained.TIKTOKEN_FILES["gpt2"]:
-        address = pretrained.TIKTOKEN_HOST + file
-        key = pretrained.hashlib.sha1(address.encode()).hexdigest()
+    for file in TIKTOKEN_FILES["gpt2"]:
+        address = TIKTOKEN_HOST + file
+        key = hashlib.sha1(address.encode()).hexdigest()
         (no_network / key).write_bytes(b"cut sho")
     with pytest.raises(ConfigError, match="gpt2"):
         ready_tokenizer("gpt2")
@@ -384,22 +397,22 @@ def test_a_damaged_file_in_the_cache_is_refused_at_once(no_network):
 def test_the_addresses_are_those_that_tiktoken_looks_for():
     from tiktoken_ext import openai_public
 
-    assert set(pretrained.TIKTOKEN_FILES) == set(TIKTOKEN_NAMES)
+    assert set(TIKTOKEN_FILES) == set(TIKTOKEN_NAMES)
     assert set(openai_public.ENCODING_CONSTRUCTORS) == set(TIKTOKEN_NAMES)
-    for name, files in pretrained.TIKTOKEN_FILES.items():
+    for name, files in TIKTOKEN_FILES.items():
         made_by = openai_public.ENCODING_CONSTRUCTORS[name]
         source = inspect.getsource(made_by)
         if name == "o200k_harmony":
             source = inspect.getsource(openai_public.o200k_base)
         for file in files:
-            assert pretrained.TIKTOKEN_HOST + file in source
+            assert TIKTOKEN_HOST + file in source
 
 
 def test_own_tokenizers_never_touch_the_network(no_network, monkeypatch):
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection"))
     char_tokenizer("ab", False).encode("abba")
     ready_tokenizer("byte").encode("abba")
-    vocabulary.train_bpe("bpe:300", 300, ["some text"]).encode("abba")
+    train_bpe("bpe:300", 300, ["some text"]).encode("abba")
 
 
 # Names

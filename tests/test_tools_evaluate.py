@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tools.evaluate
 import tools.export
 from cli.options import ConfigError
-from data.vocabulary import byte_tokenizer, ids_tokenizer
+from data.tokenizer import byte_tokenizer, ids_tokenizer
 from model.config import ModelConfig
 from model.gpt import GPT
 from tools.evaluate import EvaluateOptions, read_ids, score, windows

@@ -226,7 +226,7 @@ def spelling(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[float, flo
     """(bytes of the source's text per byte that its ids bring back, share of it that is lost)."""
     from data.readers import How
     from data.sources import open_source
-    from data.vocabulary import lost_bytes
+    from data.tokenizer import lost_bytes
 
     total = lost = spelled = 0
     for piece in open_source(options.source).pieces(How(options.text_field, options.errors)):

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from cli.options import ConfigError
-from data.pretrained import CONFIG_FILE
-from data.tokenizer import Tokenizer
+from data.tokenizer import CONFIG_FILE, Tokenizer
 from model.families import ARCHITECTURES
 from model.fitting import family_of
 from model.gpt import GPT

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.options import ConfigError
-from data.pretrained import CONFIG_FILE
-from data.tokenizer import Tokenizer
-from data.vocabulary import END_OF_TEXT, JSON_FILE, byte_of_character
+from data.tokenizer import CONFIG_FILE, END_OF_TEXT, JSON_FILE, Tokenizer, byte_of_character
 
 PAD = "<|pad|>"  # of a vocabulary without an end-of-text
 PROBE = (
