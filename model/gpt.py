@@ -6,6 +6,7 @@ H query heads   D width of a head   M width of the MLP   V vocabulary   L layers
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -135,31 +136,41 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Draw all weights from `seed` alone, one parameter after the other, on the CPU.
-
-        Projections into the residual stream start at 0, so that each block starts as the identity
-        and depth does not change the scale; other matrices have std 0.5 / sqrt(fan in). The head is
-        small, so that the first loss is ln V.
-        """
-        rng = torch.Generator().manual_seed(seed)
+        """Set every parameter to its initial value, see `initial_weight`."""
         for name, p in self.named_parameters():
-            if name.endswith("bias") or name.endswith(("o_proj.weight", "down_proj.weight")):
-                p.zero_()
-            elif p.dim() == 1:
-                p.fill_(1.0)
-            else:
-                p.copy_(torch.empty(p.shape).normal_(0.0, self._first_std(name, p), generator=rng))
+            p.copy_(self.initial_weight(name, seed))
 
-    def _first_std(self, name: str, p: Tensor) -> float:
-        C, V = self.config.d_model, self.config.vocab_size
-        if name not in ("embed.weight", "positions.weight", "head.weight"):
-            return 0.5 / math.sqrt(p.shape[1])
-        if self.head is not None:
-            return 0.2 / math.sqrt(C) if name == "head.weight" else 1.0
-        # A tied head gives each token itself as the likeliest next one: after the last norm, which
-        # makes its embedding sqrt(C) long, with a logit of about std * C. The loss is above ln V
-        # by e^logit / V for that and by logit^2 / 2C for the spread of the others: by 0.1 together.
-        return min(max(0.5, math.log(V) - 3.0), 0.3 * math.sqrt(C)) / C
+    def initial_weight(self, name: str, seed: int) -> Tensor:
+        """Return the initial value of one parameter, float32 on the CPU.
+
+        The random numbers depend on (seed, name) alone, not on the parameters drawn before. So
+        each part of a model can be made on its own, on any machine (this model may be on "meta").
+        """
+        shape, config = self.get_parameter(name).shape, self.config
+        C, V = config.d_model, config.vocab_size
+        # The projections back into the residual stream start at zero: every block starts as the
+        # identity, so the scale of the stream, and of its gradients, does not grow with depth.
+        if name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
+            return torch.zeros(shape)
+        if len(shape) == 1:  # a norm's weight
+            return torch.ones(shape)
+        if name == "head.weight":
+            std = 0.2 / math.sqrt(C)  # small: all logits start near 0, so the first loss is ln V
+        elif name not in ("embed.weight", "positions.weight"):
+            # A sum of fan-in products has their variance times fan-in: 1 / sqrt(fan in) would keep
+            # the scale of the input.
+            std = 0.5 / math.sqrt(shape[1])
+        elif self.head is not None:
+            std = 1.0
+        else:
+            # A tied head gives each token itself as the likeliest next one: after the last norm,
+            # which makes its embedding sqrt(C) long, its own logit is about std * C. That raises
+            # the loss above ln V by e^logit / V, and the spread of the others by logit^2 / 2C.
+            # This std keeps the two together below 0.1.
+            std = min(max(0.5, math.log(V) - 3.0), 0.3 * math.sqrt(C)) / C
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        rng = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        return torch.empty(shape).normal_(0.0, std, generator=rng)
 
     def parameter_count(self) -> int:
         """Parameters, each counted once (a tied head is the embedding)."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,19 +180,37 @@ def test_gpt2s_own_number_of_parameters():
         assert GPT(config).parameter_count() == 124_439_808
 
 
-def test_the_first_weights_depend_on_the_seed_alone():
-    torch.manual_seed(0)
-    one = make_model(seed=7)
-    torch.manual_seed(1)
-    other = make_model(seed=7)
-    three = make_model(seed=8)
-    for name, p in one.state_dict().items():
-        assert torch.equal(p, other.state_dict()[name]), name
+def test_initial_weights_depend_on_the_seed_and_the_name_alone():
+    one, other = make_model(seed=7), make_model(seed=8)
+    for name, p in one.named_parameters():
         drawn = p.dim() > 1 and not name.endswith(("o_proj.weight", "down_proj.weight"))
-        assert torch.equal(p, three.state_dict()[name]) != drawn, name
+        assert torch.equal(p, other.get_parameter(name)) != drawn, name
+    assert not torch.equal(one.layers[0].attn.q_proj.weight, one.layers[1].attn.q_proj.weight)
     state = torch.random.get_rng_state()
-    three.init_weights(9)  # draws from a generator of its own
+    other.init_weights(7)  # draws from generators of its own
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", [MODERN, GPT2 | dict(tie_embeddings=True)], ids=["modern", "gpt2"])
+def test_a_parameter_made_alone_has_the_bits_it_has_in_the_whole_model(kind):
+    whole = make_model(seed=7, **kind)
+    with torch.device("meta"):  # no memory for the others
+        deeper = GPT(replace(whole.config, n_layers=9))
+    for name, p in reversed(list(whole.named_parameters())):
+        with torch.device("cpu"):
+            assert torch.equal(deeper.initial_weight(name, 7), p), name
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+def test_the_scale_of_initial_weights(tie):
+    model = make_model(2000, d_model=256, tie_embeddings=tie, position="learned", context_length=64)
+    expected = {"q_proj": 0.5 / 16, "down_proj": 0, "head": 0.2 / 16, "embed": 1, "positions": 1}
+    if tie:
+        expected |= dict.fromkeys(("embed", "positions"), (math.log(2000) - 3) / 256)
+    for name, p in model.named_parameters():
+        if (part := name.split(".")[-2]) in expected:
+            assert p.std().item() == pytest.approx(expected[part], rel=0.02), name
+            assert abs(p.mean().item()) <= 4 * expected[part] / math.sqrt(p.numel()), name
 
 
 def test_dropout_is_for_training_and_drawn_from_the_seed():
@@ -222,13 +242,13 @@ def test_backends_can_be_switched():
             torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated; sizes are turned to booleans
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("kind", [MODERN, GPT2], ids=["modern", "gpt2"])
 def test_a_traced_model_runs_at_other_lengths(kind, grad, tmp_path):
     """TorchScript, saved and loaded: no Python is left in it, and no size is frozen."""
     model = perturb(make_model(**kind)).eval()
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated; sizes are turned into booleans
         traced = torch.jit.trace(model, randint(20, 2, 8), check_trace=False)
         torch.jit.save(traced, tmp_path / "model.pt")
         traced = torch.jit.load(tmp_path / "model.pt")
