@@ -21,6 +21,7 @@ from cli.options import ConfigError
 SPLITS = ("train", "val")
 META_FILE = "meta.json"
 BLOCK_BYTES = 4096
+PREPARE_AGAIN = "delete the folder and prepare the data again"
 
 
 class DamagedData(Exception):
@@ -110,9 +111,7 @@ def read_meta(folder: Path) -> Meta:
         shards = [Shard(**shard) for shard in about.pop("shards")]
         return Meta(shards=shards, **about)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedData(
-            f"{path} is damaged ({error}): delete the folder and prepare again"
-        ) from None
+        raise DamagedData(f"{path} is damaged ({error}): {PREPARE_AGAIN}") from None
 
 
 def read_tokenizer(folder: Path) -> dict[str, bytes]:
@@ -129,10 +128,7 @@ def check_tokenizer(folder: Path, meta: Meta, files: dict[str, bytes] | None = N
     """
     files = read_tokenizer(folder) if files is None else files
     if fingerprint(files, meta.dtype, meta.weights, meta.shards) != meta.fingerprint:
-        raise DamagedData(
-            f"{Path(folder) / 'tokenizer'} is not what was written: delete the folder and prepare "
-            "again"
-        )
+        raise DamagedData(f"{Path(folder) / 'tokenizer'} is not what was written: {PREPARE_AGAIN}")
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
@@ -166,9 +162,7 @@ def check_size(path: Path, size: int) -> None:
     found = path.stat().st_size if path.is_file() else None
     if found != size:
         state = "is missing" if found is None else f"has {found} bytes"
-        raise DamagedData(
-            f"{path} {state}, {size} were written: delete the folder and prepare again"
-        )
+        raise DamagedData(f"{path} {state}, {size} were written: {PREPARE_AGAIN}")
 
 
 # Writes shards: ids, one CRC-32 for each block of 4 KiB, and where documents start.

@@ -1,4 +1,4 @@
-"""Batches: every window once an epoch, the same for any ranks and micro-batches, at any index."""
+"""Batches: every window once per epoch, the same for any number of ranks and any micro-batch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,10 @@ CPU = torch.device("cpu")
 
 
 class Simulated:
-    """A window set of any size that stands for no data: window i holds i and the shift."""
+    """Windows of any number without data: window i holds i and the shift."""
 
     def __init__(self, n_windows: int, context_length: int = 2) -> None:
-        self.n_windows, self.context_length = n_windows, context_length
-
-    def __len__(self) -> int:
-        return self.n_windows
+        self.context_length, self.sizes, self.weights = context_length, [n_windows], [1.0]
 
     def pair(self, i: int, shift: int = 0) -> tuple[np.ndarray, np.ndarray]:
         return np.array([i, shift]), np.array([shift, i])
@@ -37,8 +34,8 @@ class Simulated:
 
 class SimulatedMixture(Simulated):
     def __init__(self, sizes: list[int], weights: list[float]) -> None:
-        super().__init__(sum(sizes))
-        self.parts, self.weights = [Simulated(n) for n in sizes], weights
+        super().__init__(0)
+        self.sizes, self.weights = sizes, weights
 
 
 def loader(n_windows: int, *, seed: int = 1, global_batch: int = 8, micro_batch: int | None = None):
@@ -50,25 +47,25 @@ def windows_of(loader: BatchLoader, batches: range) -> list[int]:
     return [window for i in batches for _, window, _ in loader.locate(i)]
 
 
-# The keyed bijection
+# The keyed permutation
 
 
 @given(st.integers(1, 3000), st.integers())
 @settings(max_examples=60, deadline=None)
-def test_the_order_is_a_bijection(n, key):
+def test_the_order_is_a_permutation(n, key):
     order = permute(np.arange(n, dtype=np.uint64), n, key)
     assert order.dtype == np.uint64
     assert sorted(order.tolist()) == list(range(n))
 
 
 @pytest.mark.parametrize("n", [63, 64, 65, 4095, 4096, 4097, 65537, 300_000])
-def test_the_order_is_a_bijection_around_powers_of_two(n):
+def test_the_order_is_a_permutation_around_powers_of_two(n):
     assert len(np.unique(permute(np.arange(n, dtype=np.uint64), n, 0))) == n
 
 
 @given(st.integers(2, 2**62), st.data())
 @settings(max_examples=100, deadline=None)
-def test_large_orders_stay_in_range_and_meet_nowhere(n, data):
+def test_large_orders_stay_in_range_without_collisions(n, data):
     some = data.draw(st.lists(st.integers(0, n - 1), min_size=2, max_size=20, unique=True))
     found = permute(np.array(some, dtype=np.uint64), n, "key")
     assert all(0 <= x < n for x in found.tolist())
@@ -78,7 +75,7 @@ def test_large_orders_stay_in_range_and_meet_nowhere(n, data):
 
 
 @pytest.mark.parametrize("n", [3, 10, 100])
-def test_every_place_is_as_likely_for_every_window(n):
+def test_every_position_is_equally_likely_for_every_window(n):
     keys = 600
     first = np.array([permute(np.array([0, n - 1], np.uint64), n, key) for key in range(keys)])
     for column in first.T:
@@ -87,7 +84,7 @@ def test_every_place_is_as_likely_for_every_window(n):
         assert spread < (n - 1) + 6 * np.sqrt(2 * (n - 1)) + 6
 
 
-def test_neighbours_are_torn_apart():
+def test_neighbors_are_separated():
     n = 100_000
     order = permute(np.arange(n, dtype=np.uint64), n, 7).astype(np.int64)
     steps = np.abs(np.diff(order))
@@ -100,8 +97,8 @@ def test_neighbours_are_torn_apart():
 
 @pytest.mark.parametrize("n_windows", [1, 2, 7, 8, 9, 30])
 @pytest.mark.parametrize(("micro_batch", "ranks"), [(8, 1), (4, 2), (2, 1), (2, 4), (1, 3), (1, 8)])
-def test_every_window_comes_once_an_epoch_for_any_ranks(n_windows, micro_batch, ranks):
-    """Rank r takes micro-batches r, r + ranks, ... of each step; together they see it all."""
+def test_every_window_comes_once_per_epoch_for_any_number_of_ranks(n_windows, micro_batch, ranks):
+    """Rank r takes micro-batches r, r + ranks, ... of each step; together they see all of it."""
     steps = 3 * n_windows
     split = loader(n_windows, micro_batch=micro_batch)
     M = split.micro_batches
@@ -120,33 +117,25 @@ def test_every_window_comes_once_an_epoch_for_any_ranks(n_windows, micro_batch, 
 
 def test_batches_of_a_step_are_its_micro_batches():
     whole, split = loader(100, global_batch=12), loader(100, global_batch=12, micro_batch=3)
-    for step in (0, 1, 8, 9, 12345):
+    of_step = {step: whole.batch(step) for step in (0, 1, 8, 9, 12345)}
+    for step in (12345, 1, 8, 0, 9):  # in another order: a batch depends on its index alone
         parts = [split.batch(step * 4 + j) for j in range(4)]
-        tokens, targets = whole.batch(step)
+        tokens, targets = of_step[step]
         assert torch.equal(torch.cat([p[0] for p in parts]), tokens)
         assert torch.equal(torch.cat([p[1] for p in parts]), targets)
         assert tokens.dtype == targets.dtype == torch.int64
         assert tokens.shape == (12, 2)
 
 
-def test_a_batch_is_a_pure_function_of_its_index():
-    one, other = loader(1000), loader(1000)
-    later = one.batch(500)
-    for i in (3, 0, 500, 7):
-        other.batch(i)
-    assert torch.equal(one.batch(3)[0], other.batch(3)[0])
-    assert torch.equal(later[0], other.batch(500)[0])
-
-
-def test_seeds_and_epochs_have_orders_of_their_own():
+def test_each_seed_and_epoch_has_its_own_order():
     orders = [windows_of(loader(64, seed=seed), range(8)) for seed in range(4)]
     orders += [windows_of(loader(64), range(e * 8, e * 8 + 8)) for e in range(1, 4)]
     assert len({tuple(order) for order in orders}) == len(orders)
     assert all(sorted(order) == list(range(64)) for order in orders)
 
 
-def test_the_order_of_a_seed_is_for_ever():
-    """Changing it would change every run that is resumed or repeated."""
+def test_the_order_of_a_seed_never_changes():
+    """Another order would change every run that is resumed or repeated."""
     known = [4, 0, 13, 1, 6, 10, 5, 16, 17, 18, 9, 2, 7, 11, 14, 3]
     assert windows_of(loader(20, seed=1337), range(2)) == known
 
@@ -177,7 +166,7 @@ def test_batches_hold_the_windows_that_locate_names(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["packed", "document"])
-def test_documents_travel_with_their_rows(tmp_path, kind):
+def test_batches_include_the_document_numbers(tmp_path, kind):
     folder, _ = documents(tmp_path, [5, 1, 30, 16, 17, 2, 90] * 5, [100])
     windows = Windows(folder, "train", 16, kind, document_mask=True)
     batches = BatchLoader(windows, seed=1, global_batch=8, micro_batch=4)
@@ -230,7 +219,7 @@ def test_a_micro_batch_that_does_not_divide_is_refused(micro_batch):
         {"text_field": ""},
     ],
 )
-def test_numbers_out_of_range_are_refused_by_name(wrong):
+def test_options_out_of_range_are_refused_by_name(wrong):
     ((name, value),) = wrong.items()
     (problem,) = DataConfig(**wrong).problems()
     assert problem.startswith(f"data.{name}")
@@ -245,19 +234,19 @@ def test_model_and_data_ignore_the_same_target():
 
 
 @given(st.lists(st.floats(0.001, 1), min_size=1, max_size=6))
-def test_shares_are_the_weights_to_one_window_in_a_cycle(weights):
+def test_shares_match_the_weights_to_one_window_per_cycle(weights):
     counts = shares(weights)
     assert counts.sum() == CYCLE
     assert np.abs(counts - np.array(weights) / sum(weights) * CYCLE).max() < 1
 
 
-def test_a_weight_too_small_to_count_is_refused():
+def test_a_weight_too_small_for_one_window_is_refused():
     with pytest.raises(ConfigError, match="1/10000"):
         shares([1.0, 1e-6])
 
 
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [0.5, 0.25, 0.25], [0.001, 0.999]])
-def test_the_schedule_takes_each_source_in_order_and_by_its_weight(weights):
+def test_the_schedule_draws_each_source_by_its_weight(weights):
     counts = shares(weights)
     sources, within = schedule(np.arange(2 * CYCLE, dtype=np.uint64), counts, 5)
     for source, count in enumerate(counts):
@@ -266,7 +255,7 @@ def test_the_schedule_takes_each_source_in_order_and_by_its_weight(weights):
         assert mine[:count].max() == count - 1
         part = (sources[: CYCLE // 2] == source).mean()
         assert abs(part - weights[source]) < 0.03
-    # Every cycle and every seed has an order of its own.
+    # Every cycle and every seed has its own order.
     assert (sources[:CYCLE] != sources[CYCLE:]).any()
     assert (sources != schedule(np.arange(2 * CYCLE, dtype=np.uint64), counts, 6)[0]).any()
     some = np.array([3, CYCLE - 1, CYCLE, CYCLE + 7], dtype=np.uint64)
@@ -275,7 +264,7 @@ def test_the_schedule_takes_each_source_in_order_and_by_its_weight(weights):
     assert within_again.tolist() == within[some].tolist()
 
 
-def test_each_source_of_a_mixture_has_epochs_of_its_own():
+def test_each_source_of_a_mixture_has_its_own_epochs():
     mixture = SimulatedMixture([50, 400], [0.5, 0.5])
     batches = BatchLoader(mixture, seed=1, global_batch=500, micro_batch=100)
     rows = [row for i in range(2 * CYCLE // 100) for row in batches.locate(i)]
@@ -290,10 +279,10 @@ def test_each_source_of_a_mixture_has_epochs_of_its_own():
     assert whole.locate(7) == [row for j in range(5) for row in batches.locate(35 + j)]
 
 
-# Reading ahead
+# Prefetching
 
 
-def test_prefetch_gives_the_batches_in_order():
+def test_prefetch_yields_the_batches_in_order():
     batches = loader(100)
     found = list(prefetch(batches, [5, 0, 3], CPU))
     assert [b[0].tolist() for b in found] == [batches.batch(i)[0].tolist() for i in (5, 0, 3)]
@@ -306,7 +295,7 @@ class Failing(Simulated):
         return super().pair(i, shift)
 
 
-def test_what_goes_wrong_in_the_thread_is_raised_by_the_consumer():
+def test_an_error_in_the_thread_is_raised_in_the_consumer():
     batches = BatchLoader(Failing(8), seed=1, global_batch=1)
     place = windows_of(batches, range(8)).index(5)
     found = []
@@ -321,7 +310,7 @@ def reading() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "prefetch" and t.is_alive()]
 
 
-def test_closing_ends_the_thread_and_reading_stays_a_little_ahead():
+def test_prefetch_reads_a_little_ahead_and_its_thread_ends_with_it():
     asked = []
 
     def indices():
@@ -330,7 +319,7 @@ def test_closing_ends_the_thread_and_reading_stays_a_little_ahead():
             yield i
 
     batches = prefetch(loader(100), indices(), CPU, depth=3)
-    assert not asked  # nothing happens before the first batch is asked for
+    assert not asked  # nothing is read before the first batch is requested
     next(batches)
     time.sleep(0.3)
     assert len(asked) <= 6

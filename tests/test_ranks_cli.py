@@ -44,7 +44,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tiny_argv, tmp_path, comman
         "CONFIG=config/nope.py: no such file": ["config/nope.py"],
         "--model.bach_size is not an option": ["config/debug.py", "--model.bach_size=8"],
         "empty.txt": tiny_argv(run / "1", source=empty, **prepared),
-        "has 48 tokens, one window of model.context_length=64 needs 65": tiny_argv(
+        "has 48 tokens, but one window of model.context_length=64 needs 65": tiny_argv(
             run / "2", source=short, context_length=64, **prepared
         ),
         "run.max_steps=0: must be at least 1": tiny_argv(run / "3", max_steps=0),

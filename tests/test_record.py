@@ -13,9 +13,9 @@ from cli.files import warn_once
 from cli.options import ConfigError
 from data import prepared
 from data.config import DataConfig
+from data.meta import read_meta
 from data.prepare import main, prepare
 from data.prepared import find_fingerprint, hold
-from data.shards import read_meta
 
 TEXT = "".join(f"Line {i} says {i * i % 97} things.\n" for i in range(300))
 

@@ -1,4 +1,4 @@
-"""Shards: what was written comes back, and whatever else is on disk is refused by name."""
+"""Shards: ids are read back as written, and damaged files are refused by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make(
     starts: dict[str, list[np.ndarray]] | None = None,
     weights: list[float] | None = None,
 ) -> Path:
-    """A prepared folder: for each source, for each split, the ids of each shard."""
+    """Write a prepared folder; sources: the ids of each shard, by split, of each source."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     written = []
@@ -55,11 +55,11 @@ def one(folder: Path, ids: np.ndarray, vocab_size: int = 500) -> Path:
     return make(folder, [{"train": [ids]}], vocab_size)
 
 
-# What was written comes back
+# Reading ids back
 
 
 @pytest.mark.parametrize("vocab_size", [65536, 65537])
-def test_ids_come_back_in_the_dtype_that_holds_them(tmp_path, vocab_size):
+def test_the_dtype_is_the_smallest_that_holds_the_vocabulary(tmp_path, vocab_size):
     ids = random_ids(9000, vocab_size)
     ids[17] = vocab_size - 1
     windows = Windows(one(tmp_path, ids, vocab_size), "train", 8)
@@ -69,12 +69,12 @@ def test_ids_come_back_in_the_dtype_that_holds_them(tmp_path, vocab_size):
 
 
 @pytest.mark.parametrize("sizes", [[1000], [7, 1, 992], [1] * 50 + [950], [2048, 2048, 1, 5000]])
-def test_windows_do_not_notice_where_shards_end(tmp_path, sizes):
+def test_windows_cross_the_ends_of_shards(tmp_path, sizes):
     ids = random_ids(sum(sizes))
     parts = np.split(ids, np.cumsum(sizes)[:-1])
     windows = Windows(make(tmp_path, [{"train": parts}]), "train", 16)
     assert windows.n_tokens == len(ids)
-    assert len(windows) == windows.n_windows == (len(ids) - 1) // 16
+    assert len(windows) == (len(ids) - 1) // 16
     for i in range(len(windows)):
         assert windows[i].tolist() == ids[i * 16 : i * 16 + 17].tolist()
         tokens, targets = windows.pair(i)
@@ -82,7 +82,7 @@ def test_windows_do_not_notice_where_shards_end(tmp_path, sizes):
         assert targets.tolist() == windows[i][1:].tolist()
 
 
-def test_written_in_bits_or_at_once_it_is_the_same_file(tmp_path):
+def test_shards_written_in_pieces_or_at_once_are_identical(tmp_path):
     ids, none = random_ids(10_000), np.array([], dtype=np.int64)
     cuts = np.sort(np.random.default_rng(1).integers(0, len(ids), 20))
     for number, parts in enumerate(([ids], np.split(ids, cuts))):
@@ -101,7 +101,7 @@ def test_written_in_bits_or_at_once_it_is_the_same_file(tmp_path):
 
 
 @pytest.mark.parametrize("shift", [0, 1, 7, 15])
-def test_a_shifted_grid_reads_the_split_as_a_ring(tmp_path, shift):
+def test_a_shifted_grid_wraps_around_at_the_end(tmp_path, shift):
     ids = random_ids(100)
     windows = Windows(one(tmp_path, ids), "train", 16)
     ring = np.concatenate([ids, ids])
@@ -111,14 +111,14 @@ def test_a_shifted_grid_reads_the_split_as_a_ring(tmp_path, shift):
 
 
 @pytest.mark.parametrize("i", [-1, 6, 10**9])
-def test_a_window_that_is_not_there_is_an_index_error(tmp_path, i):
+def test_a_window_out_of_range_is_an_index_error(tmp_path, i):
     windows = Windows(one(tmp_path, random_ids(100)), "train", 16)
     with pytest.raises(IndexError, match=f"window {i} of 6"):
         windows[i]
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1, 2])
-def test_a_split_needs_one_token_more_than_the_context(tmp_path, extra):
+def test_a_split_needs_context_length_plus_one_tokens(tmp_path, extra):
     folder = one(tmp_path, random_ids(32 + extra))
     if extra >= 1:
         assert len(Windows(folder, "train", 32)) == 1
@@ -127,14 +127,11 @@ def test_a_split_needs_one_token_more_than_the_context(tmp_path, extra):
         Windows(folder, "train", 32)
     for word in ("train", str(32 + extra), "context_length=32", "33"):
         assert word in str(refused.value)
-
-
-def test_a_split_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="the val split has 0 tokens"):
-        Windows(one(tmp_path, random_ids(100)), "val", 16)
+        Windows(folder, "val", 16)
 
 
-# What is damaged is refused
+# Damage
 
 
 def flip(path: Path, at: int) -> None:
@@ -150,7 +147,7 @@ def read_all(folder: Path, context_length: int = 64) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 4095, 4096, 8000, 12_287, 12_288, 13_999])
-def test_one_flipped_bit_is_found_when_its_window_is_read(tmp_path, at):
+def test_a_flipped_bit_is_found_when_its_block_is_read(tmp_path, at):
     folder = one(tmp_path, random_ids(7000))
     flip(folder / "train-00-000000.bin", at)
     windows = Windows(folder, "train", 64)
@@ -162,35 +159,27 @@ def test_one_flipped_bit_is_found_when_its_window_is_read(tmp_path, at):
     windows[intact]  # other blocks are still read
 
 
-def test_every_kind_of_damage_is_refused(tmp_path):
-    def damaged(name: str, change) -> str:
-        folder = one(tmp_path / name, random_ids(7000))
-        change(folder)
-        with pytest.raises(DamagedData) as refused:
-            read_all(folder)
-        assert refused.value.exit_code == 3
-        return str(refused.value)
-
-    def resize(suffix: str, by: int):
-        def change(folder: Path) -> None:
-            path = folder / f"train-00-000000{suffix}"
-            content = path.read_bytes()
-            path.write_bytes(content[:by] if by < 0 else content + b"\0" * by)
-
-        return change
-
-    assert "has 13999 bytes, 14000 were" in damaged("short", resize(".bin", -1))
-    assert "has 14002 bytes, 14000 were" in damaged("long", resize(".bin", 2))
-    assert "has 15 bytes, 16 were" in damaged("crc", resize(".crc", -1))
-    assert "checksum" in damaged("crc bit", lambda f: flip(f / "train-00-000000.crc", 3))
-    assert "is missing" in damaged("gone", lambda f: (f / "train-00-000000.bin").unlink())
-    assert "is missing" in damaged("no crc", lambda f: (f / "train-00-000000.crc").unlink())
-    assert "meta.json is damaged" in damaged(
-        "meta", lambda f: (f / "meta.json").write_text((f / "meta.json").read_text()[:-20])
-    )
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("train-00-000000.bin", lambda raw: raw[:-1], "has 13999 bytes, 14000 were"),
+        ("train-00-000000.bin", lambda raw: raw + b"\0\0", "has 14002 bytes, 14000 were"),
+        ("train-00-000000.bin", None, "is missing"),
+        ("train-00-000000.crc", lambda raw: raw[:-1], "has 15 bytes, 16 were"),
+        ("train-00-000000.crc", lambda raw: b"\0" + raw[1:], "checksum"),
+        ("train-00-000000.crc", None, "is missing"),
+        ("meta.json", lambda raw: raw[:-20], "is damaged"),
+    ],
+)
+def test_every_kind_of_damage_is_refused(tmp_path, file, damage, message):
+    path = one(tmp_path, random_ids(7000)) / file
+    path.write_bytes(damage(path.read_bytes())) if damage else path.unlink()
+    with pytest.raises(DamagedData, match=f"{re.escape(str(tmp_path))}.*{message}") as refused:
+        read_all(tmp_path)
+    assert refused.value.exit_code == 3
 
 
-def test_a_shard_that_becomes_shorter_while_in_use_is_refused(tmp_path):
+def test_a_shard_that_shrinks_while_in_use_is_refused(tmp_path):
     folder = one(tmp_path, random_ids(7000))
     windows = Windows(folder, "train", 64)
     windows[0]
@@ -202,7 +191,7 @@ def test_a_shard_that_becomes_shorter_while_in_use_is_refused(tmp_path):
 
 @pytest.mark.parametrize("where", [0, 63, 64, 6999])
 @pytest.mark.parametrize("token", [500, 501, 65535])
-def test_an_id_outside_the_vocabulary_is_refused_by_file_and_place(tmp_path, where, token):
+def test_an_id_outside_the_vocabulary_is_refused_by_file_and_position(tmp_path, where, token):
     ids = random_ids(7000)
     ids[where] = token
     folder = one(tmp_path, ids, 500)
@@ -211,7 +200,7 @@ def test_an_id_outside_the_vocabulary_is_refused_by_file_and_place(tmp_path, whe
         read_all(folder, 6999)
 
 
-def test_a_folder_that_was_not_prepared_is_refused(tmp_path):
+def test_a_folder_without_prepared_data_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no prepared data"):
         Windows(tmp_path, "train", 8)
 
@@ -220,7 +209,7 @@ def test_a_folder_that_was_not_prepared_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("room", [1, 20, 400])
-def test_many_shards_take_few_open_files(tmp_path, monkeypatch, room):
+def test_the_number_of_open_files_is_limited(tmp_path, monkeypatch, room):
     count = 300
     ids = random_ids(count * 10)
     folder = make(tmp_path, [{"train": np.split(ids, count)}])
@@ -232,7 +221,7 @@ def test_many_shards_take_few_open_files(tmp_path, monkeypatch, room):
     assert len(list(Path("/proc/self/fd").iterdir())) - before == min(room, count)
 
 
-def test_a_split_takes_a_quarter_of_the_files_that_a_process_may_open():
+def test_a_split_opens_at_most_a_quarter_of_the_process_limit():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert 1 <= shards.room_for_files() <= 1024
     try:
@@ -244,7 +233,7 @@ def test_a_split_takes_a_quarter_of_the_files_that_a_process_may_open():
 
 
 @pytest.mark.parametrize("windows", ["packed", "document"])
-def test_a_folder_that_is_deleted_is_read_on(tmp_path, windows):
+def test_a_folder_can_be_deleted_while_in_use(tmp_path, windows):
     parts = np.split(random_ids(3000), [1000, 2000])
     folder = make(tmp_path / "x", [{"train": parts, "val": parts[:1]}, {"train": parts}])
     opened = [Windows(folder, split, 16, windows) for split in ("train", "val")]
@@ -254,7 +243,7 @@ def test_a_folder_that_is_deleted_is_read_on(tmp_path, windows):
     assert [[w[i].tolist() for i in range(len(w))] for w in opened] == expected
 
 
-def test_a_deleted_shard_that_was_not_open_is_named(tmp_path, monkeypatch):
+def test_a_deleted_shard_that_was_not_yet_open_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "room_for_files", lambda: 1)
     folder = make(tmp_path / "x", [{"train": np.split(random_ids(2000), [1000])}])
     windows = Windows(folder, "train", 16)
@@ -269,7 +258,7 @@ def test_opening_reads_no_data(tmp_path, monkeypatch):
     Windows(folder, "train", 64)
 
 
-def test_windows_travel_to_other_processes(tmp_path):
+def test_windows_can_be_pickled(tmp_path):
     windows = Windows(one(tmp_path, random_ids(1000)), "train", 16)
     windows[0]
     assert pickle.loads(pickle.dumps(windows))[3].tolist() == windows[3].tolist()
@@ -292,11 +281,11 @@ def test_windows_work_in_a_torch_data_loader(tmp_path):
     assert found.tolist() == [ids[i * 16 : i * 16 + 17].tolist() for i in range(len(windows))]
 
 
-# Windows cut at document starts
+# Documents
 
 
 def documents(folder: Path, lengths: list[int], cuts: list[int]) -> tuple[Path, np.ndarray]:
-    """Documents of these lengths, each ending in EOT, in shards cut at `cuts`."""
+    """Write documents of these lengths, each ending in EOT, in shards cut at `cuts`."""
     ids = random_ids(sum(lengths))
     ends = np.cumsum(lengths)
     ids[ends - 1] = EOT
@@ -315,7 +304,9 @@ LENGTHS = [[5, 1, 30, 16, 17, 2, 90], [161], [1] * 161, [7] * 23, [10, 6, 11, 6,
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_each_token_is_a_target_once_with_its_own_document_before_it(tmp_path, lengths, cuts):
+def test_in_document_windows_each_token_is_a_target_once_after_its_own_document(
+    tmp_path, lengths, cuts
+):
     folder, ids = documents(tmp_path, lengths, cuts)
     T = 16
     windows = Windows(folder, "train", T, "document")
@@ -342,7 +333,7 @@ def test_each_token_is_a_target_once_with_its_own_document_before_it(tmp_path, l
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_short_documents_share_rows_and_know_their_own(tmp_path, lengths, cuts):
+def test_short_documents_share_rows_and_are_numbered(tmp_path, lengths, cuts):
     folder, ids = documents(tmp_path, lengths, cuts)
     T = 16
     rows = Windows(folder, "train", T, "document", document_mask=True)
@@ -371,7 +362,7 @@ def test_short_documents_share_rows_and_know_their_own(tmp_path, lengths, cuts):
 @pytest.mark.parametrize("shift", [0, 5])
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_packed_windows_know_the_document_of_each_target(tmp_path, lengths, cuts, shift):
+def test_packed_windows_number_the_document_of_each_target(tmp_path, lengths, cuts, shift):
     folder, _ = documents(tmp_path, lengths, cuts)
     plain = Windows(folder, "train", 16)
     masked = Windows(folder, "train", 16, document_mask=True)
@@ -389,7 +380,7 @@ def test_packed_windows_know_the_document_of_each_target(tmp_path, lengths, cuts
         assert ((found > 0) == changes).all()
 
 
-def test_the_rows_of_short_documents_hardly_pad(tmp_path):
+def test_shared_rows_hold_little_padding(tmp_path):
     lengths = np.random.default_rng(0).integers(2, 20, 2000)
     folder, _ = documents(tmp_path, lengths.tolist(), [])
     alone = Windows(folder, "train", 128, "document")
@@ -411,7 +402,7 @@ def test_damaged_document_starts_are_refused(tmp_path, options):
 # Mixtures
 
 
-def test_a_mixtures_windows_are_those_of_its_sources_one_after_the_other(tmp_path):
+def test_the_windows_of_a_mixture_are_those_of_its_sources_in_order(tmp_path):
     first, second = random_ids(100, seed=1), random_ids(200, seed=2)
     folder = make(tmp_path, [{"train": [first]}, {"train": [second]}], weights=[0.25, 0.75])
     windows = Windows(folder, "train", 16)
@@ -422,7 +413,7 @@ def test_a_mixtures_windows_are_those_of_its_sources_one_after_the_other(tmp_pat
     assert [windows[i].tolist() for i in range(len(windows))] == expected
 
 
-def test_a_source_may_train_without_validating_and_not_the_other_way_round(tmp_path):
+def test_a_source_may_lack_validation_text_but_not_training_text(tmp_path):
     both = {"train": [random_ids(100)], "val": [random_ids(40, seed=1)]}
     folder = make(tmp_path / "a", [{"train": [random_ids(50)]}, both])
     assert len(Windows(folder, "train", 16).parts) == 2
@@ -434,7 +425,7 @@ def test_a_source_may_train_without_validating_and_not_the_other_way_round(tmp_p
         Windows(folder, "train", 16)
 
 
-def test_a_source_of_a_mixture_that_is_too_short_is_named(tmp_path):
+def test_a_too_short_source_of_a_mixture_is_named(tmp_path):
     folder = make(tmp_path, [{"train": [random_ids(100)]}, {"train": [random_ids(9)]}])
     with pytest.raises(ConfigError, match="source 2 of the mixture has 9 tokens"):
         Windows(folder, "train", 16)
@@ -444,13 +435,13 @@ def test_a_source_of_a_mixture_that_is_too_short_is_named(tmp_path):
 
 
 def anonymous_kilobytes() -> tuple[int, int]:
-    """(anonymous, whole) resident memory of this process."""
+    """Return the (anonymous, total) resident memory of this process."""
     status = Path("/proc/self/status").read_text()
     return tuple(int(re.search(rf"{key}:\s+(\d+)", status)[1]) for key in ("RssAnon", "VmRSS"))
 
 
 @pytest.mark.faults
-def test_reading_a_gigabyte_takes_no_memory_and_little_time(tmp_path):
+def test_reading_a_gigabyte_is_fast_and_takes_no_memory(tmp_path):
     writer = ShardWriter(tmp_path, "train", 0, 0, "uint16")
     chunk = random_ids(1 << 22, 50_000)
     for _ in range(128):
@@ -467,7 +458,7 @@ def test_reading_a_gigabyte_takes_no_memory_and_little_time(tmp_path):
         windows.pair(int(i))
     each = (time.perf_counter() - began) / len(order)
     after = anonymous_kilobytes()
-    print(f"{each * 1e6:.0f} us a window, memory {before} -> {after} kB")
+    print(f"{each * 1e6:.0f} us per window, memory {before} -> {after} kB")
     assert after[0] - before[0] < 20_000
     assert after[1] - before[1] < 20_000
     assert each < 1e-3

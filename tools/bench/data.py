@@ -111,11 +111,8 @@ class Simulated:
     context_length = 256
 
     def __init__(self, n_windows: int) -> None:
-        self.n_windows = n_windows
+        self.sizes, self.weights = [n_windows], [1.0]
         self._ids = np.zeros(self.context_length, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return self.n_windows
 
     def pair(self, i: int, shift: int = 0) -> tuple[np.ndarray, np.ndarray]:
         return self._ids, self._ids
