@@ -24,6 +24,7 @@ def main(argv: list[str]) -> int:
     with ended_by_ctrl_c():
         from training import screen, startup
         from training.checkpoint import Checkpoints
+        from training.console import Console
         from training.distributed import join_ranks
         from training.run import Run, recording, saved_on_failure
         from training.signals import Interrupts
@@ -31,27 +32,26 @@ def main(argv: list[str]) -> int:
     with ExitStack() as stack:
         ranks = join_ranks(config.parallel.mode, config.parallel.timeout)
         stack.push(lambda kind, *_: ranks.close(failed=kind is not None))
-        warn = print if ranks.first else _silent
-        say = _silent if config.log.quiet else warn
+        console = Console(first=ranks.first, quiet=config.log.quiet)
 
-        config, checkpoint = startup.open_run(config, ranks, stack, warn)
+        config, checkpoint = startup.open_run(config, ranks, stack, console)
         ranks.start(config.run.device)
-        data = startup.open_data(config, checkpoint, ranks, stack, say)
-        config = startup.resolve(config, ranks, data.tokenizer.vocab_size, say)
+        data = startup.open_data(config, checkpoint, ranks, stack, console)
+        config = startup.resolve(config, ranks, data.tokenizer.vocab_size, console)
         screen.check_prompt(config, data.tokenizer)
         startup.prepare_process(config)
 
         model = startup.build_model(config, ranks, data.tokenizer, resuming=checkpoint is not None)
-        setup = startup.build_setup(config, model, ranks, warn)
-        state = startup.restore(config, checkpoint, setup, data, say)
+        setup = startup.build_setup(config, model, ranks, console)
+        state = startup.restore(config, checkpoint, setup, data, console)
         loader = startup.make_loader(config, data)
-        checkpoints = Checkpoints(Path(config.run.out_dir, "checkpoints"), warn)
+        checkpoints = Checkpoints(Path(config.run.out_dir, "checkpoints"), console.print)
         interrupts = Interrupts(announce=ranks.first)
-        run = Run(config, setup, data, loader, state, checkpoints, interrupts, say, warn, argv)
+        run = Run(config, setup, data, loader, state, checkpoints, interrupts, console, argv)
         if run.finished and not run.evaluation_is_due:
             screen.say_finished(run)
             return 0
-        startup.clear_folder(config, ranks, stack, warn)
+        startup.clear_folder(config, ranks, stack, console)
         # Until here Ctrl-C ends at once: there is nothing to save.
         with recording(run), interrupts, saved_on_failure(run):
             screen.introduce(run)
@@ -82,10 +82,6 @@ def train(run: Run) -> None:
     if run.stopping:
         share_signal(run)
     save(run)
-
-
-def _silent(text: str) -> None:
-    """Ranks other than the first, and quiet runs, say nothing."""
 
 
 if __name__ == "__main__":

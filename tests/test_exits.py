@@ -15,6 +15,7 @@ import torch
 from faultlib import Job, bits, ended, fork, leftovers, train, verified
 
 import training.checkpoint
+import training.console
 import training.logger
 import training.observer
 import training.optimizer
@@ -64,7 +65,7 @@ BESIDE = {
     "memory": (training.step, "_backward", torch.OutOfMemoryError("CUDA out of memory"), 4),
     "a lost rank": (training.step, "sum_over_ranks", LostRank("rank 1 is gone"), 4),
     "the log": (training.logger.RunLogger, "event", OSError(errno.ENOSPC, "full"), 5),
-    "the bar": (training.logger.RunLogger, "advance", OSError(errno.EIO, "gone"), 5),
+    "the bar": (training.console.Console, "advance", OSError(errno.EIO, "gone"), 5),
     "the advice": (training.observer.Observer, "logged", KeyError("a bug"), 5),
 }
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl, what the terminal shows, and wandb as a stub that fails in every way it can."""
+"""metrics.jsonl, and wandb as a stub that fails in every way it can."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from training import logger as logger_module
+from training.console import Console
 from training.folder import read_metrics
-from training.logger import RunLogger, clock_text, percent, short
+from training.logger import RunLogger
 
 
 def lines(folder: Path) -> list[dict]:
@@ -21,7 +21,7 @@ def lines(folder: Path) -> list[dict]:
 
 def logged(folder: Path, *steps: int, **values) -> None:
     """One process that logs these steps."""
-    log = RunLogger(folder, 10, 0)
+    log = RunLogger(folder, Console())
     for step in steps:
         log.log(step, **values)
     log.close()
@@ -71,69 +71,10 @@ def test_what_json_cannot_hold_becomes_null(tmp_path, value):
 
 
 def test_a_line_is_on_its_way_to_the_disk_at_once(tmp_path):
-    log = RunLogger(tmp_path, 10, 0)
+    log = RunLogger(tmp_path, Console())
     log.log(1, loss=1.0)
     assert len(lines(tmp_path)) == 1
     log.close()
-
-
-# The terminal
-
-
-def test_plain_lines_where_there_is_no_terminal(tmp_path, capsys, monkeypatch):
-    log = RunLogger(tmp_path, max_steps=100, first_step=20)
-    # 10 steps in 5 s since the start at step 20: 70 left, 35 s.
-    monkeypatch.setattr(logger_module.time, "monotonic", lambda: log.started + 5.0)
-    log.progress(30, 2.34567, 12_345.6, 0.456)
-    log.close()
-    assert capsys.readouterr().out == (
-        "step 30/100: loss 2.3457, 12.3k tokens/s, MFU 46%, 0:35 left\n"
-    )
-
-
-def test_time_left_is_of_this_process_alone(tmp_path, monkeypatch):
-    log = RunLogger(tmp_path, max_steps=100, first_step=90)
-    monkeypatch.setattr(logger_module.time, "monotonic", lambda: log.started + 8.0)
-    assert log.eta(94) == pytest.approx(8 / 4 * 6)
-    assert log.eta(90) == math.inf
-    log.close()
-
-
-def test_quiet_shows_no_progress_but_passes_warnings_on(tmp_path, capsys):
-    log = RunLogger(tmp_path, 10, 0, quiet=True)
-    log.progress(1, 1.0, 1.0)
-    log.advance(1)
-    assert capsys.readouterr() == ("", "")
-    log.say("warning: something")
-    log.close()
-    assert capsys.readouterr().out == "warning: something\n"
-
-
-def test_on_a_terminal_a_bar_moves_with_the_steps(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    log = RunLogger(tmp_path, max_steps=50, first_step=10)
-    for step in range(11, 51):
-        log.advance(step)
-    log.progress(50, 1.25, 2e6, None)
-    assert log.bar.n == 50
-    log.say("a line")
-    log.close()
-    out, err = capsys.readouterr()
-    assert out == "a line\n"
-    assert "50/50" in err
-    assert "loss 1.2500, 2M tokens/s, MFU n/a" in err
-    log.say("after the bar")
-    assert capsys.readouterr().out == "after the bar\n"
-
-
-def test_figures_are_short():
-    assert [short(n) for n in (3, 999, 1000, 12_345, 1_234_567, 2e9)] == [
-        "3", "999", "1k", "12.3k", "1.23M", "2G",
-    ]  # fmt: skip
-    assert [clock_text(s) for s in (0, 75, 3599.6, 3700, math.inf)] == [
-        "0:00", "1:15", "1:00:00", "1:01:40", "?",
-    ]  # fmt: skip
-    assert [percent(share) for share in (None, 0.0, 0.456, 1.0)] == ["n/a", "0%", "46%", "100%"]
 
 
 # wandb
@@ -179,7 +120,7 @@ def stub(monkeypatch):
 
 
 def with_wandb(folder: Path, run_id: str | None = None) -> str | None:
-    log = RunLogger(folder, 10, 0)
+    log = RunLogger(folder, Console())
     found = log.start_wandb(folder, "project", {"run": {"seed": 1}}, run_id)
     log.log(1, loss=2.0, mfu=None)
     log.log(2, loss=1.0)
@@ -202,7 +143,7 @@ def test_wandb_gets_the_values_and_the_config(tmp_path, stub):
 def test_wandb_gets_the_samples_as_one_table(tmp_path, stub):
     wandb = stub()
     wandb.Table = lambda columns, data: (columns, list(data))
-    log = RunLogger(tmp_path, 10, 0)
+    log = RunLogger(tmp_path, Console())
     log.log_sample(0, "a", "nobody looks")
     log.start_wandb(tmp_path, "project", {}, None)
     log.log_sample(5, "a", "abc")
@@ -223,8 +164,8 @@ def test_a_resumed_run_is_the_same_one_at_wandb(tmp_path, stub):
 
 def test_a_run_killed_before_its_first_checkpoint_is_the_same_one_at_wandb(tmp_path, stub):
     wandb = stub()
-    RunLogger(tmp_path, 10, 0).start_wandb(tmp_path, "project", {}, None)  # killed here
-    log = RunLogger(tmp_path, 10, 0)
+    RunLogger(tmp_path, Console()).start_wandb(tmp_path, "project", {}, None)  # killed here
+    log = RunLogger(tmp_path, Console())
     assert log.start_wandb(tmp_path, "project", {}, None) == "fresh-id"
     log.close()
     assert [asked["id"] for asked in wandb.asked] == [None, "fresh-id"]

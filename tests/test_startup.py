@@ -23,26 +23,26 @@ from model.config import ModelConfig
 from model.gpt import GPT
 from training import startup
 from training.config import Config, OptimConfig, ParallelConfig, RunConfig
+from training.console import Console
 from training.distributed import Ranks
 
 
-def resolved(world: int = 1, rank: int = 0, said=lambda text: None, **data) -> Config:
+def resolved(world: int = 1, rank: int = 0, **data) -> Config:
     config = Config(data=DataConfig(**data), run=RunConfig(device="cpu", dtype="float32"))
-    return startup.resolve(config, Ranks(rank, world), vocab_size=300, say=said)
+    return startup.resolve(config, Ranks(rank, world), vocab_size=300, console=Console())
 
 
 # What is filled in
 
 
-def test_nothing_stays_open():
-    said: list[str] = []
-    config = resolved(global_batch=8, said=said.append)
+def test_nothing_stays_open(capsys):
+    config = resolved(global_batch=8)
     assert config.data.micro_batch == 8
     assert config.model.vocab_size == 300
     assert config.model.d_head * config.model.n_heads == config.model.d_model
     assert config.run.threads == torch.get_num_threads()
     assert (config.run.attention, config.parallel.reduction) == ("sdpa", "exact")
-    assert len(said) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_ranks_share_the_batch_unless_micro_batch_says_how():
@@ -69,14 +69,14 @@ def test_exact_reduction_that_is_impossible_is_refused():
     config = replace(Config(), parallel=ParallelConfig(reduction="exact"))
     config = replace(config, data=DataConfig(global_batch=6, micro_batch=2))
     with pytest.raises(ConfigError, match="reduction=exact: 3 ranks must be a power of two"):
-        startup.resolve(config, Ranks(0, 3), 300, print)
+        startup.resolve(config, Ranks(0, 3), 300, Console())
 
 
 def test_the_optimizer_is_told_in_which_format_the_run_computes():
     config = replace(resolved(global_batch=8), optim=OptimConfig(optimizer="muon"))
     for dtype in ("float32", "bfloat16"):
         of_dtype = replace(config, run=replace(config.run, dtype=dtype))
-        setup = startup.build_setup(of_dtype, GPT(config.model), Ranks(), print)
+        setup = startup.build_setup(of_dtype, GPT(config.model), Ranks(), Console())
         assert setup.optimizers.parts[1].dtype == getattr(torch, dtype)
 
 
@@ -110,9 +110,9 @@ def test_a_deterministic_run_says_so_to_cublas_before_anything_is_tried(monkeypa
 
     monkeypatch.setattr(startup, "pick_micro_batch", tries)
     config = replace(Config(), data=DataConfig(global_batch=8, micro_batch="auto"))
-    startup.resolve(config, Ranks(), 300, print)
+    startup.resolve(config, Ranks(), 300, Console())
     deterministic = replace(config, run=replace(config.run, deterministic=True))
-    startup.resolve(deterministic, Ranks(), 300, print)
+    startup.resolve(deterministic, Ranks(), 300, Console())
     assert told == [None, ":4096:8"]
 
 
@@ -319,7 +319,7 @@ def test_running_out_of_memory_is_no_fault_of_the_compiler(train_tiny, tmp_path,
         train_tiny(tmp_path, compile=True)
 
 
-def test_a_fast_run_is_compiled_within_ddp_and_sends_nothing(monkeypatch):
+def test_a_fast_run_is_compiled_within_ddp_and_sends_nothing(monkeypatch, capsys):
     """Only there does torch cut the graph where DDP's buckets end."""
     calls, quiet = [], []
 
@@ -345,8 +345,8 @@ def test_a_fast_run_is_compiled_within_ddp_and_sends_nothing(monkeypatch):
         parallel=replace(config.parallel, reduction="fast"),
         run=replace(config.run, compile=True),
     )
-    setup = startup.build_setup(config, GPT(config.model), Ranks(0, 2), pytest.fail)
-    assert calls == [1]
+    setup = startup.build_setup(config, GPT(config.model), Ranks(0, 2), Console())
+    assert calls == [1] and "note" not in capsys.readouterr().out
     assert all(p.grad is None for p in setup.model.parameters())
 
 

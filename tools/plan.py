@@ -250,8 +250,8 @@ def time_lines(config: Config, model: GPT, ranks: int, mfu: float) -> list[str]:
     """How long the run takes on `ranks` of each known GPU, and on this machine's CPU."""
     import torch
 
+    from training.console import clock_text
     from training.device import PEAKS, measured_peak
-    from training.logger import clock_text
     from training.memory import estimate_memory
 
     work = run_tokens(config) * model.flops_per_token(config.model.context_length)

@@ -19,7 +19,7 @@ from pathlib import Path
 from cli.options import ConfigError
 from training.checkpoint import TrainState, find_checkpoint
 from training.config import Config, RunConfig, ScheduleConfig, seconds_of
-from training.logger import UNKNOWN_STEPS
+from training.console import UNKNOWN_STEPS
 from training.optimizer import lr_factor
 
 UNFITTED = UNKNOWN_STEPS  # before the first fit; the warm-up and the stable part do not ask

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from cli.command import Say
 from cli.limits import usable_cores
 from data.shards import Windows
 from data.tokenizer import Tokenizer, prompt_ids
@@ -26,6 +25,7 @@ from model.gpt import GPT
 from model.loss import IGNORE_INDEX
 from training.budget import UNFITTED
 from training.config import Config
+from training.console import Console
 from training.device import Precision
 from training.history import SNAPSHOTS, History
 from training.logger import RunLogger
@@ -265,9 +265,10 @@ class Observer:
         setup: Setup,
         data: Data,
         logger: RunLogger,
-        say: Say,
+        console: Console,
     ) -> None:
-        self.config, self.setup, self.data, self.logger, self.say = config, setup, data, logger, say
+        self.config, self.setup, self.data, self.logger = config, setup, data, logger
+        self.console = console
         self.folder = Path(config.run.out_dir)
         self.reports = config.log.report
         self.about_data = about_data(data)
@@ -304,9 +305,9 @@ class Observer:
             self.logger.log_sample(step, snapshot["prompt"], snapshot["sample"])
         except Exception as error:  # out of memory, a full disk: training goes on
             reason = (str(error).splitlines() or [""])[0]
-            self.say(f"note: no snapshot this time ({type(error).__name__}: {reason})")
+            self.console.print(f"note: no snapshot this time ({type(error).__name__}: {reason})")
         # That a package is missing is said once.
-        self.reports = try_report(self.history, self.say)
+        self.reports = try_report(self.history, self.console.print)
 
     def _snapshot(self, step: int) -> dict[str, Any]:
         config, model, tokenizer = self.config, self.setup.model, self.data.tokenizer
@@ -327,7 +328,7 @@ class Observer:
 
     def _advise(self, step: int, found: Iterable[Advice]) -> None:
         for about, text in found:
-            self.say(f"advice: {text}")
+            self.console.print(f"advice: {text}")
             self.logger.event(step, note=text, about=about)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from training.charts import COLOURS, NOTE_COLOUR, START_COLOUR, Charts, note_texts, restart_texts
 from training.config import OPTIONS, Config
+from training.console import clock_text, percent, short
 from training.history import MOST_SNAPSHOTS, Entry, History
-from training.logger import clock_text, percent, short
 
 
 def status(history: History) -> str:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from cli.command import Say
 from cli.files import replace_file
 from data.loader import Batch, BatchLoader, prefetch
 from data.shards import Windows
 from training.budget import Budget, fitted, open_budget, steps_at
 from training.checkpoint import Checkpoints, TrainState, all_finite, model_tensors
 from training.config import Config, sections_of, to_json
+from training.console import Console
 from training.device import model_flops_utilisation, peak_flops
 from training.evaluate import choose_windows, evaluate, windows_at_once
 from training.logger import RunLogger
@@ -43,8 +43,7 @@ class Run:
     state: TrainState
     checkpoints: Checkpoints
     interrupts: Interrupts
-    say: Say  # nothing if the run is quiet
-    warn: Say  # what is said in any case
+    console: Console
     argv: Sequence[str] = ()  # as typed
     logger: RunLogger | None = None  # rank 0's
     observer: Observer | None = None  # rank 0's
@@ -121,21 +120,21 @@ def recording(run: Run) -> Iterator[None]:
         return
     config, state = run.config, run.state
     replace_file(run.folder / "run.json", to_json(config))
-    run.logger = RunLogger(run.folder, run.max_steps, state.step, config.log.quiet)
+    run.logger = RunLogger(run.folder, run.console)
     run.budget = open_budget(config.run, state)
-    run.warn = run.checkpoints.say = run.logger.say
-    run.say = run.say if config.log.quiet else run.logger.say
     run.peak = peak_flops(run.setup.ranks.device, run.setup.precision.dtype)
     if config.log.wandb:
         sections = {name: asdict(section) for name, section in sections_of(config)}
         state.wandb_id = run.logger.start_wandb(
             run.folder, config.log.project, sections, state.wandb_id
         )
-    run.observer = Observer(config, run.setup, run.data, run.logger, run.warn)
+    run.observer = Observer(config, run.setup, run.data, run.logger, run.console)
+    run.console.open_progress(state.step, run.max_steps)
     run.observer.begin(state.step, run.max_steps, run.argv)
     try:
         yield
     finally:
+        run.console.close_progress()
         run.logger.close()
 
 
@@ -188,8 +187,7 @@ def take_step(run: Run, batches: Batches) -> None:
     if run.budget is not None:
         run.budget.stepped(seconds)
         run.state.seconds = run.budget.spent
-    if run.logger is not None:
-        run.logger.advance(run.state.step)
+    run.console.advance(run.state.step)
 
 
 def note_fit(run: Run, max_steps: int) -> None:
@@ -197,7 +195,7 @@ def note_fit(run: Run, max_steps: int) -> None:
     step = run.state.step
     run.state.fits = (*run.state.fits, (step, max_steps))
     if run.logger is not None and run.budget is not None:
-        run.logger.set_length(max_steps)
+        run.console.set_length(max_steps)
         run.logger.event(step, fit=max_steps, seconds=round(run.budget.spent, 3))
 
 
@@ -222,7 +220,7 @@ def log_step(run: Run) -> None:
         skipped=run.state.skipped or None,
     )
     interval, per_token = run.config.run.eval_interval, run.observer.bytes_per_token
-    run.logger.progress(
+    run.console.progress(
         step,
         loss,
         rate,
@@ -283,7 +281,7 @@ def score(run: Run, windows: Windows) -> None:
             bits_per_byte=found.bits_per_byte,
         )
         bits = found.bits_per_byte
-        run.say(
+        run.console.say(
             f"step {state.step}: validation loss {found.loss:.4f}, perplexity "
             f"{found.perplexity:.2f}"
             + (f", {bits:.4f} bits per byte" if bits is not None else "")
@@ -327,7 +325,7 @@ def save(run: Run, best: bool = False) -> None:
     run.checkpoints.prune(run.config.run.keep_checkpoints)
     run.saving = False
     if written:
-        run.say(f"saved {run.checkpoints.path(state.step)}")
+        run.console.say(f"saved {run.checkpoints.path(state.step)}")
 
 
 @contextlib.contextmanager
@@ -342,9 +340,9 @@ def saved_on_failure(run: Run) -> Iterator[None]:
         if run.setup.ranks.first and run.state.step > 0 and not doubts_weights(run, error):
             try:
                 save(run)
-                run.warn(f"warning: ended by an error; step {run.state.step} is saved")
+                run.console.print(f"warning: ended by an error; step {run.state.step} is saved")
             except Exception as other:  # a full disk, a GPU that is lost ...
-                run.warn(f"warning: step {run.state.step} could not be saved: {other}")
+                run.console.print(f"warning: step {run.state.step} could not be saved: {other}")
         raise
 
 

@@ -15,7 +15,7 @@ from data.tokenizer import Tokenizer
 from training import observer
 from training.budget import UNFITTED
 from training.config import Config, seconds_of
-from training.logger import clock_text
+from training.console import clock_text
 from training.memory import estimate_memory
 from training.run import Run
 
@@ -40,19 +40,21 @@ def introduce(run: Run) -> None:
     epochs = f", {steps * n / len(data.train):.2f} epochs"
     if budget and steps == UNFITTED:
         count, epochs = f"as many as fit into {budget},", ""
-    run.say(
+    run.console.say(
         f"model: {model.parameter_count():,} parameters, {config.model.n_layers} layers of width "
         f"{config.model.d_model}, vocabulary {config.model.vocab_size:,}"
     )
     validates = f"{data.val.n_tokens:,} to validate" if data.val else "no validation"
-    run.say(f"data: {config.data.source}, {data.train.n_tokens:,} tokens to train, {validates}")
-    run.say(
+    run.console.say(
+        f"data: {config.data.source}, {data.train.n_tokens:,} tokens to train, {validates}"
+    )
+    run.console.say(
         f"steps: {count} of {n} x {T} = {n * T:,} tokens in {run.setup.n_micro} micro-batches"
         f"{epochs}, {config.optim.optimizer}; into {run.folder}"
     )
-    run.say(f"estimate: {estimated_time(run)}, {estimated_memory(run)}")
+    run.console.say(f"estimate: {estimated_time(run)}, {estimated_memory(run)}")
     if data.train.filled < WELL_FILLED:
-        run.say(
+        run.console.say(
             f"advice: short documents fill {data.train.filled:.0%} of their windows, the rest of "
             "each step is padding; with --document_mask=true several share a window"
         )
@@ -80,7 +82,7 @@ def estimated_memory(run: Run) -> str:
 
 def say_finished(run: Run) -> None:
     """A run that has nothing left to do, and what one can still do with it."""
-    run.warn(
+    run.console.print(
         f"{run.folder} is finished at step {run.state.step}: {run.outcome}. To sample: "
         f"{sample_command(run)}; to train on: the same command with {' '.join(to_train_on(run))}"
     )
@@ -104,7 +106,7 @@ def to_train_on(run: Run) -> list[str]:
 def say_stopped(run: Run) -> None:
     """Asked to stop: where the work is, and how it goes on."""
     length = "" if run.max_steps == UNFITTED else f" of {run.max_steps}"
-    run.warn(
+    run.console.print(
         f"stopped at step {run.state.step}{length}; saved in "
         f"{run.checkpoints.path(run.state.step)}. The same command goes on from there"
     )
@@ -114,13 +116,15 @@ def say_result(run: Run) -> None:
     """The last words: the loss, where the checkpoint is, a sample, how to sample more."""
     prompt, state, checkpoints = run.config.log.sample_prompt, run.state, run.checkpoints
     best = checkpoints.best_step()
-    run.warn(f"finished at step {state.step}: {run.outcome}")
-    run.warn(
+    run.console.print(f"finished at step {state.step}: {run.outcome}")
+    run.console.print(
         f"checkpoint: {checkpoints.path(state.step)}"
         + (f"; the best: {checkpoints.path(best)}" if best not in (None, state.step) else "")
     )
-    run.warn(f"a sample of it, from {prompt!r}:\n\n{shown(sample_text(run, prompt), sys.stdout)}\n")
-    run.warn(f"more: {sample_command(run)}")
+    run.console.print(
+        f"a sample of it, from {prompt!r}:\n\n{shown(sample_text(run, prompt), sys.stdout)}\n"
+    )
+    run.console.print(f"more: {sample_command(run)}")
 
 
 def sample_command(run: Run) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from cli.command import Say
 from cli.options import ConfigError
 from data.loader import BatchLoader
 from data.meta import Meta, check_tokenizer, read_meta, read_tokenizer
@@ -36,6 +35,7 @@ from training.checkpoint import (
     read_json,
 )
 from training.config import OPTIONS, Config, differences, from_json, to_json
+from training.console import Console
 from training.device import Precision, hardware_name, keep_freed_memory, pick_attention, pick_dtype
 from training.distributed import Ranks, default_threads, make_cublas_deterministic
 from training.folder import (
@@ -59,7 +59,7 @@ RATE_OPTIONS |= {"optim.lr", "optim.muon_lr", "run.max_steps", "run.time_budget"
 
 
 def open_run(
-    config: Config, ranks: Ranks, stack: contextlib.ExitStack, say: Say
+    config: Config, ranks: Ranks, stack: contextlib.ExitStack, console: Console
 ) -> tuple[Config, Path | None]:
     """Lock the run's folder and see whether to begin or to go on.
 
@@ -71,18 +71,20 @@ def open_run(
 
     def begin(config: Config) -> dict[str, str]:
         open_budget(config.run, TrainState())  # a run to repeat that is not there is told now
-        return {"config": to_json(inherit_model(config, say)), "checkpoint": ""}
+        return {"config": to_json(inherit_model(config, console.print)), "checkpoint": ""}
 
     def look() -> dict[str, str]:
         folder = Path(config.run.out_dir)
         stack.enter_context(lock_folder(folder))
         cleared = config.run.overwrite and was_cleared(folder, ranks.launch.proof)
         if cleared:
-            say(f"started again: --overwrite=true was done by this launch; continuing in {folder}")
+            console.print(
+                f"started again: --overwrite=true was done by this launch; continuing in {folder}"
+            )
         if config.run.overwrite and not cleared:  # see clear_folder
             return begin(config)
         check_own(folder)
-        checkpoints = Checkpoints(folder / "checkpoints", say)
+        checkpoints = Checkpoints(folder / "checkpoints", console.print)
         checkpoints.clean()
         newest = checkpoints.newest()
         if newest is not None:
@@ -96,7 +98,9 @@ def open_run(
         asked = _with_own_tokenizer(config, saved, newest)
         stepped = has_stepped(folder) if state is None else state.step > 0
         if not stepped and is_other_recipe(saved, asked):
-            say(f"{folder}: no step was taken in it; beginning with the recipe of this start")
+            console.print(
+                f"{folder}: no step was taken in it; beginning with the recipe of this start"
+            )
             aside = newest is not None  # a checkpoint of the first weights
             return begin(replace(config, run=replace(config.run, overwrite=aside)))
         problems = resume_problems(saved, asked, can_resume=newest is not None)
@@ -107,7 +111,7 @@ def open_run(
         unsaved = _unsaved_config(folder) if newest is not None else None
         told = resume_notes(saved, asked, unsaved) + _rate_notes(saved, going_on, state)
         for line in told:
-            say(line)
+            console.print(line)
         return {"config": to_json(going_on), "checkpoint": str(newest.path) if newest else ""}
 
     found = ranks.share(look, "opening the run's folder")
@@ -126,14 +130,16 @@ def _with_own_tokenizer(config: Config, saved: Config, newest: Checkpoint | None
     return replace(config, data=replace(config.data, tokenizer=own))
 
 
-def clear_folder(config: Config, ranks: Ranks, stack: contextlib.ExitStack, say: Say) -> None:
+def clear_folder(
+    config: Config, ranks: Ranks, stack: contextlib.ExitStack, console: Console
+) -> None:
     """With `run.overwrite`, move an old run aside, once per launch: last, when no mistake is left
     to be found."""
     folder = Path(config.run.out_dir)
     if not ranks.first or not config.run.overwrite or was_cleared(folder, ranks.launch.proof):
         return
     if any((folder / name).exists() for name in WRITTEN):
-        say(f"moved the old run to {move_aside(folder)}")
+        console.print(f"moved the old run to {move_aside(folder)}")
         if not (folder / ".lock").exists():  # it has gone with the folder
             stack.enter_context(lock_folder(folder))
     mark_cleared(folder, ranks.launch.names)
@@ -201,7 +207,7 @@ def open_data(
     checkpoint: Path | None,
     ranks: Ranks,
     stack: contextlib.ExitStack,
-    say: Say,
+    console: Console,
 ) -> Data:
     """Prepare the data if it is not there (rank 0; the others wait), and open it. Its folder is
     held until `stack` closes.
@@ -211,9 +217,9 @@ def open_data(
     """
 
     def find() -> str:
-        own = _data_of(checkpoint, config, say) if checkpoint is not None else None
+        own = _data_of(checkpoint, config, console) if checkpoint is not None else None
         progress = not config.log.quiet
-        return str(own or prepare(config.data, say=say, progress=progress))
+        return str(own or prepare(config.data, say=console.say, progress=progress))
 
     folder = Path(ranks.share(find, "preparing the data"))
     stack.enter_context(hold(folder))
@@ -247,7 +253,7 @@ def _check_trained_on(path: Path, fingerprint: str) -> None:
         )
 
 
-def _data_of(path: Path, config: Config, say: Say) -> Path | None:
+def _data_of(path: Path, config: Config, console: Console) -> Path | None:
     """The folder of the data that a checkpoint was trained on; None if it is gone.
 
     Raises ConfigError if that is not the data of the config.
@@ -258,10 +264,10 @@ def _data_of(path: Path, config: Config, say: Say) -> Path | None:
     if folder is None or not read_made_from(folder):
         return None
     began_with = from_json(read_json(path / RUN)).data
-    difference = difference_from(folder, config.data, began_with, say)
+    difference = difference_from(folder, config.data, began_with, console.say)
     same_source = source_options(config.data) == source_options(began_with)
     if difference and config.run.resume == "must" and same_source:
-        say(f"note: {difference}; going on with the run's own data, {folder}")
+        console.say(f"note: {difference}; going on with the run's own data, {folder}")
     elif difference:
         raise ConfigError(
             [
@@ -275,7 +281,7 @@ def _data_of(path: Path, config: Config, say: Say) -> Path | None:
     return folder
 
 
-def resolve(config: Config, ranks: Ranks, vocab_size: int, say: Say) -> Config:
+def resolve(config: Config, ranks: Ranks, vocab_size: int, console: Console) -> Config:
     """Fill in everything that was left open, and say what was chosen where that is not plain."""
     if config.run.init_from and config.model.vocab_size < vocab_size:
         raise ConfigError(
@@ -304,7 +310,7 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, say: Say) -> Config:
     reduction = pick_reduction(config.parallel.reduction, n_micro, ranks)
     threads = config.run.threads or default_threads(ranks.local_world)
     run = replace(run, device=ranks.device.type, threads=threads)
-    say(
+    console.say(
         f"device {ranks.device.type}, {dtype} ({why}), {threads} thread{'s' * (threads > 1)}, "
         f"attention {attention}"
         + (f", {ranks.world} ranks, {reduction} reduction" if ranks.world > 1 else "")
@@ -339,7 +345,7 @@ def build_model(config: Config, ranks: Ranks, tokenizer: Tokenizer, resuming: bo
     return model.to(ranks.device)
 
 
-def build_setup(config: Config, model: GPT, ranks: Ranks, say: Say) -> Setup:
+def build_setup(config: Config, model: GPT, ranks: Ranks, console: Console) -> Setup:
     """Optimizer, precision and reduction around the model, the same on every rank."""
     _check_same_weights(model, ranks)
     precision = Precision(getattr(torch, config.run.dtype), ranks.device.type)
@@ -358,7 +364,7 @@ def build_setup(config: Config, model: GPT, ranks: Ranks, say: Say) -> Setup:
         with ranks.waiting("comparing the shapes of the weights"):
             setup.ddp = DistributedDataParallel(model, **_without_buffers())
     if config.run.compile:
-        _compile(setup, config, say)
+        _compile(setup, config, console)
     return setup
 
 
@@ -369,7 +375,7 @@ def _without_buffers() -> dict[str, bool]:
     return {name: False}
 
 
-def _compile(setup: Setup, config: Config, say: Say) -> None:
+def _compile(setup: Setup, config: Config, console: Console) -> None:
     """torch.compile in place, tried on a batch of zeros; all ranks go on without it if it fails on
     one. This graph is the only one: evaluation and samples are not compiled."""
     model, shape = setup.model, (config.data.micro_batch, config.model.context_length)
@@ -395,7 +401,7 @@ def _compile(setup: Setup, config: Config, say: Say) -> None:
     if failed:
         model._compiled_call_impl = None
         reason = reason or f"on {failed} of {setup.ranks.world} ranks"
-        say(f"note: torch.compile does not work here ({reason}); going on without it")
+        console.print(f"note: torch.compile does not work here ({reason}); going on without it")
 
 
 def _check_same_weights(model: GPT, ranks: Ranks) -> None:
@@ -410,7 +416,9 @@ def _check_same_weights(model: GPT, ranks: Ranks) -> None:
             raise RuntimeError(f"rank {rank} starts with other weights than rank {ranks.rank}")
 
 
-def restore(config: Config, path: Path | None, setup: Setup, data: Data, say: Say) -> TrainState:
+def restore(
+    config: Config, path: Path | None, setup: Setup, data: Data, console: Console
+) -> TrainState:
     """Load a checkpoint into model and optimizer; a fresh TrainState if there is none."""
     if path is None:
         return TrainState()
@@ -422,8 +430,8 @@ def restore(config: Config, path: Path | None, setup: Setup, data: Data, say: Sa
     here = environment(setup.ranks, data)
     for name in ("world", "torch", "hardware"):
         if checkpoint.about.get(name) != here[name]:
-            say(f"note: {name} was {checkpoint.about.get(name)!r}, now {here[name]!r}")
-    say(f"going on from {path}")
+            console.say(f"note: {name} was {checkpoint.about.get(name)!r}, now {here[name]!r}")
+    console.say(f"going on from {path}")
     state, began = checkpoint.state, from_json(checkpoint.run)
     return replace(state, fits=lengthened(began.run, config.run, state))
 

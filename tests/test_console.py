@@ -1,7 +1,8 @@
-"""What is seen while a run goes on: progress, the first screen, colours where they are wanted."""
+"""What a run prints: progress, the first and last messages, colors where they are wanted."""
 
 from __future__ import annotations
 
+import math
 import sys
 from types import SimpleNamespace
 
@@ -12,67 +13,136 @@ from model.config import ModelConfig
 from model.gpt import GPT
 from training import screen
 from training.config import Config, ParallelConfig, RunConfig
+from training.console import (
+    GREEN,
+    PLAIN,
+    UNKNOWN_STEPS,
+    YELLOW,
+    Console,
+    clock_text,
+    coloured,
+    percent,
+    short,
+)
 from training.distributed import Ranks
-from training.logger import GREEN, PLAIN, UNKNOWN_STEPS, YELLOW, RunLogger, coloured
 from training.memory import estimate_memory
 
 
 @pytest.fixture
-def log(tmp_path, monkeypatch):
-    """A log of a run at step 20 of 100, of which 10 steps took 5 seconds."""
-    log = RunLogger(tmp_path, max_steps=100, first_step=10)
-    monkeypatch.setattr("training.logger.time.monotonic", lambda: log.started + 5.0)
-    yield log
-    log.close()
+def console(monkeypatch):
+    """At step 20 of 100, of which this process took 10 in 5 seconds."""
+    console = Console()
+    console.open_progress(first_step=10, max_steps=100)
+    monkeypatch.setattr("training.console.time.monotonic", lambda: console.started + 5.0)
+    return console
 
 
-def test_bits_per_byte_and_the_next_evaluation(log, capsys):
-    # Half a second a step: 40 s to step 100, 15 s to step 50.
-    log.progress(20, 2.0, 1000.0, 0.5, bits_per_byte=1.2345, next_evaluation=50)
+@pytest.fixture
+def bar(monkeypatch):
+    """bar(first_step, max_steps): a console on a terminal."""
+    opened = []
+
+    def open_bar(first_step: int, max_steps: int) -> Console:
+        monkeypatch.setattr(
+            sys.stderr, "isatty", lambda: True
+        )  # of the stderr that pytest captures
+        opened.append(Console())
+        opened[-1].open_progress(first_step, max_steps)
+        return opened[-1]
+
+    yield open_bar
+    for console in opened:
+        console.close_progress()
+
+
+# Messages
+
+
+@pytest.mark.parametrize(
+    ("first", "quiet", "out"),
+    [(True, False, "progress\nresult\n"), (True, True, "result\n"), (False, False, "")],
+)
+def test_who_prints_what(first, quiet, out, capsys):
+    console = Console(first, quiet)
+    console.open_progress(0, 10)
+    console.say("progress")
+    console.advance(1)
+    console.print("result")
+    if quiet or not first:
+        console.progress(1, 1.0, 1.0)
+    assert capsys.readouterr() == (out, "")
+
+
+# Progress
+
+
+def test_plain_lines_where_there_is_no_terminal(console, capsys):
+    # 10 steps in 5 s since the start at step 10: 40 s to step 100, 15 s to step 50.
+    console.progress(20, 2.34567, 12_345.6, 0.456)
+    console.progress(20, 2.0, 1000.0, 0.5, bits_per_byte=1.2345, next_evaluation=50)
+    console.progress(20, 2.0, 1000.0, next_evaluation=20)  # now: nothing to announce
     assert capsys.readouterr().out == (
+        "step 20/100: loss 2.3457, 12.3k tokens/s, MFU 46%, 0:40 left\n"
         "step 20/100: loss 2.0000, 1.234 bits per byte, 1k tokens/s, MFU 50%, 0:40 left, "
         "evaluation in 0:15\n"
+        "step 20/100: loss 2.0000, 1k tokens/s, MFU n/a, 0:40 left\n"
     )
+    assert console.eta(10) == math.inf  # nothing measured yet
 
 
-def test_an_evaluation_that_is_due_now_is_not_announced(log, capsys):
-    log.progress(20, 2.0, 1000.0, None, next_evaluation=20)
-    assert "evaluation" not in capsys.readouterr().out
-
-
-def test_of_a_length_that_is_not_known_yet_none_is_shown(tmp_path, capsys):
-    log = RunLogger(tmp_path, max_steps=UNKNOWN_STEPS, first_step=0)
-    log.progress(3, 2.0, 1000.0)
-    assert capsys.readouterr().out.startswith("step 3: loss 2.0000, 1k tokens/s, MFU n/a\n")
-    log.set_length(40)
-    log.progress(4, 2.0, 1000.0)
+def test_an_unknown_length_is_not_shown(capsys):
+    console = Console()
+    console.open_progress(0, UNKNOWN_STEPS)
+    console.progress(3, 2.0, 1000.0)
+    assert capsys.readouterr().out == "step 3: loss 2.0000, 1k tokens/s, MFU n/a\n"
+    console.set_length(40)
+    console.progress(4, 2.0, 1000.0)
     assert capsys.readouterr().out.startswith("step 4/40: ")
-    log.close()
 
 
-def test_a_bar_takes_a_new_length(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    log = RunLogger(tmp_path, max_steps=UNKNOWN_STEPS, first_step=0)
-    assert log.bar.total is None
-    log.set_length(40)
-    assert log.bar.total == 40
-    log.close()
-    capsys.readouterr()
+def test_on_a_terminal_a_bar_moves_with_the_steps(bar, capsys):
+    console = bar(10, 50)
+    for step in range(11, 51):
+        console.advance(step)
+    console.progress(50, 1.25, 2e6, None)
+    assert console.bar.n == 50
+    console.print("a line")
+    console.close_progress()
+    out, err = capsys.readouterr()
+    assert out == "a line\n"
+    assert "50/50" in err
+    assert "loss 1.2500, 2M tokens/s, MFU n/a" in err
+    console.print("after the bar")
+    assert capsys.readouterr().out == "after the bar\n"
 
 
-def test_a_narrow_terminal_shows_what_is_read_and_leaves_out_the_drawing(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+def test_a_bar_takes_a_new_length(bar):
+    console = bar(0, UNKNOWN_STEPS)
+    assert console.bar.total is None
+    console.set_length(40)
+    assert console.bar.total == 40
+
+
+def test_a_narrow_terminal_shows_the_figures_and_cuts_off_the_drawing(bar, monkeypatch, capsys):
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (90, 24))
-    log = RunLogger(tmp_path, max_steps=40, first_step=0)
-    log.advance(20)
-    log.progress(20, 2.0, 1000.0, 0.5, bits_per_byte=2.5, next_evaluation=30)
-    log.close()
+    console = bar(0, 40)
+    console.advance(20)
+    console.progress(20, 2.0, 1000.0, 0.5, bits_per_byte=2.5, next_evaluation=30)
+    console.close_progress()
     err = capsys.readouterr().err
     line = next(line for line in err.replace("\r", "\n").splitlines() if "loss" in line)
     assert line.startswith("20/40, 00:0")
     assert " left, loss 2.0000, 2.500 bits per byte, 1k tokens/s, evaluation in 0:" in line
+
+
+def test_figures_are_short():
+    assert [short(n) for n in (3, 999, 1000, 12_345, 1_234_567, 2e9)] == [
+        "3", "999", "1k", "12.3k", "1.23M", "2G",
+    ]  # fmt: skip
+    assert [clock_text(s) for s in (0, 75, 3599.6, 3700, math.inf)] == [
+        "0:00", "1:15", "1:00:00", "1:01:40", "?",
+    ]  # fmt: skip
+    assert [percent(share) for share in (None, 0.0, 0.456, 1.0)] == ["n/a", "0%", "46%", "100%"]
 
 
 # Progress of a real run, worked out again from its own log
