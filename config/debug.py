@@ -1,11 +1,12 @@
-"""Everything that a run does, in seconds: prepare, train, evaluate, save, sample. It learns little.
+"""Smoke test: runs every stage in seconds. The samples will be gibberish.
 
-Any machine. Bytes as tokens, so no tokenizer is trained.
+Any machine. The tokens are bytes, so no tokenizer has to be trained.
     python train.py config/debug.py
 """
 
+from data.config import DataConfig
 from model.config import ModelConfig
-from training.config import Config, DataConfig, RunConfig, ScheduleConfig
+from training.config import Config, RunConfig, ScheduleConfig
 
 config = Config(
     model=ModelConfig(n_layers=2, n_heads=2, d_model=64, context_length=64),

@@ -1,16 +1,17 @@
-"""Fine-tune a pretrained model on Shakespeare: training that starts from somebody else's weights.
+"""Fine-tune a pretrained model on Shakespeare.
 
-Two CPU cores, minutes. SmolLM2's weights (135M) come from the hub; --init_from=FOLDER takes any
-GPT-2, Llama or Qwen3 folder. They bring shape and tokenizer; the text is shakespeare_char.py's.
+Two CPU cores, minutes. The model (135M parameters) comes from the Hugging Face Hub, or from any
+GPT-2, Llama or Qwen3 folder with --init_from=FOLDER. For the text see shakespeare_char.py.
     python train.py config/finetune_shakespeare.py
     python sample.py out/finetune_shakespeare --prompt "ROMEO:"
 """
 
+from data.config import DataConfig
 from model.config import ModelConfig
-from training.config import Config, DataConfig, LogConfig, OptimConfig, RunConfig, ScheduleConfig
+from training.config import Config, LogConfig, OptimConfig, RunConfig, ScheduleConfig
 
 config = Config(
-    model=ModelConfig(context_length=256),  # of the thousands that the weights know
+    model=ModelConfig(context_length=256),  # the weights allow thousands
     data=DataConfig(
         source="data/shakespeare.txt",
         split="tail",
@@ -18,7 +19,7 @@ config = Config(
         global_batch=8,
         micro_batch=2,
     ),
-    # A tenth of what training from scratch takes: the weights are to move a little.
+    # A tenth of the rate for training from scratch: the weights should move only a little.
     optim=OptimConfig(optimizer="adamw", lr=3e-5, weight_decay=0.0),
     schedule=ScheduleConfig(schedule="wsd", warmup_steps=5, decay_fraction=0.5),
     run=RunConfig(

@@ -1,6 +1,6 @@
-"""A Llama-shaped model of GPT-2's size on the same web text, trained with Muon.
+"""A Llama-style model of GPT-2's size on the same web text, trained with Muon.
 
-Eight GPUs of 80 GB, a few hours; data and batch as in gpt2_124m.py, from which this derives.
+Eight GPUs of 80 GB, a few hours; data and batch size as in gpt2_124m.py, which it derives from.
     torchrun --nproc_per_node=8 train.py config/llama_124m.py
 """
 

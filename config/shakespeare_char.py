@@ -1,13 +1,14 @@
-"""Shakespeare a character at a time, in the size of nanoGPT's example (10.65M parameters).
+"""Shakespeare, one token per character, in the size of nanoGPT's example (10.65M parameters).
 
-One GPU, a few minutes; 2 CPU cores, an hour (shakespeare_char_cpu.py is for those). Get the text
-first (1.1 MB), or give any other with --source=PATH:
+One GPU, a few minutes; two CPU cores, an hour (use shakespeare_char_cpu.py there). Get the text
+first (1.1 MB), or train on any other with --source=PATH:
     curl -o data/shakespeare.txt https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
     python train.py config/shakespeare_char.py
 """
 
+from data.config import DataConfig
 from model.config import ModelConfig
-from training.config import Config, DataConfig, LogConfig, OptimConfig, RunConfig, ScheduleConfig
+from training.config import Config, LogConfig, OptimConfig, RunConfig, ScheduleConfig
 
 config = Config(
     model=ModelConfig(
@@ -27,7 +28,7 @@ config = Config(
     ),
     optim=OptimConfig(optimizer="muon", lr=1e-2, muon_lr=0.03),
     schedule=ScheduleConfig(schedule="wsd", warmup_steps=20, decay_fraction=0.7),
-    # eval_windows=0: the whole validation text, each time the same
+    # eval_windows=0: the whole validation text, so losses are comparable between runs
     run=RunConfig(max_steps=1200, eval_interval=100, eval_windows=0, checkpoint_interval=100),
-    log=LogConfig(sample_prompt="\n"),  # which every text knows
+    log=LogConfig(sample_prompt="\n"),  # a character every text contains
 )

@@ -1,4 +1,4 @@
-"""Shakespeare a character at a time, in the size for a CPU (0.8M parameters).
+"""Shakespeare, one token per character, in a size for CPUs (0.8M parameters).
 
 Two CPU cores, a quarter of a minute. shakespeare_char.py says how to get the text.
     python train.py config/shakespeare_char_cpu.py --source=data/shakespeare.txt

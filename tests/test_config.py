@@ -1,4 +1,4 @@
-"""The config of a run: file, overrides, problems, JSON, and what a resume may change."""
+"""Config of a run: file, overrides, problems and JSON. Resume: test_resume.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_resume import CASES
 
 from cli.options import ConfigError, parse_arguments
 from model.config import ModelConfig
@@ -29,7 +28,6 @@ from training.config import (
     options_table,
     to_json,
 )
-from training.resume import KINDS
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted(ROOT.glob("config/*.py"))
@@ -50,7 +48,7 @@ def load(tmp_path, monkeypatch):
 
 @pytest.fixture
 def refusal(load):
-    """refusal(*overrides, text=...) -> what the ConfigError says."""
+    """refusal(*overrides, text=...) -> the text of the ConfigError."""
 
     def refuse(*overrides: str, text: str = PLAIN) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -60,66 +58,38 @@ def refusal(load):
     return refuse
 
 
-def options_of_type(annotation) -> list[str]:
-    return [name for name, option in OPTIONS.items() if option.annotation == annotation]
+# Command line
+
+# By type: {text: value} that is read, and a text that is refused with what is allowed.
+TYPED = {
+    float: ({"1": 1.0, "3e-4": 0.0003}, "x", "a finite number"),
+    float | None: ({"1": 1.0, "none": None}, "x", "a finite number"),
+    int: ({"1e3": 1000, "1_000": 1000}, "1.5", "a whole number"),
+    int | None: ({"7": 7, "none": None, "auto": None}, "1.5", "a whole number"),
+    bool: (
+        {**dict.fromkeys(["false", "False", "0", "no"], False), "true": True, "1": True},
+        "maybe",
+        "true or false",
+    ),
+    str: ({t: t for t in ["2024", "1e3", "None", "true", "lr=3e-4", "a=b=", "-1", ""]}, "", ""),
+}
 
 
-def read(name: str, text: str):
-    """The value of one option as it is typed, without a look at its range."""
-    section = OPTIONS[name].section
-    arguments = parse_arguments([f"--{name}={text}"], SECTIONS)
-    assert not arguments.problems
-    return arguments.values[section][name]
-
-
-# What may be typed
-
-
-@pytest.mark.parametrize("name", options_of_type(float))
-def test_a_float_option_takes_a_whole_number(name):
-    assert read(name, "1") == 1.0
-    assert type(read(name, "1")) is float
-    assert read(name, "3e-4") == 0.0003
-
-
-@pytest.mark.parametrize("name", options_of_type(int))
-def test_a_whole_number_may_be_written_in_scientific_notation(name):
-    assert read(name, "1e3") == read(name, "1_000") == 1000
-    assert type(read(name, "1e3")) is int
-
-
-@pytest.mark.parametrize("name", options_of_type(int) + options_of_type(int | None))
-def test_half_a_step_is_refused(name, refusal):
-    full_name = OPTIONS[name].full_name
-    assert f"{full_name}=1.5: must be a whole number" in refusal(f"--{name}=1.5")
-
-
-@pytest.mark.parametrize("name", options_of_type(int | None))
-def test_what_is_derived_may_be_asked_for(name):
-    assert read(name, "none") is read(name, "auto") is None
-
-
-@pytest.mark.parametrize("name", options_of_type(bool))
-def test_a_flag_is_read_by_its_word(name, refusal):
-    assert [read(name, word) for word in ("false", "False", "0", "no")] == [False] * 4
-    assert [read(name, word) for word in ("true", "True", "1", "yes")] == [True] * 4
-    assert f"{OPTIONS[name].full_name}=maybe: must be true or false" in refusal(f"--{name}=maybe")
-
-
-@pytest.mark.parametrize("name", options_of_type(str))
-@pytest.mark.parametrize("text", ["2024", "1e3", "None", "true", "lr=3e-4", "a=b=", "-1", ""])
-def test_a_string_stays_a_string(name, text):
-    assert read(name, text) == text
-
-
-@pytest.mark.parametrize("name", [n for n, o in OPTIONS.items() if "Literal" in str(o.annotation)])
-def test_a_wrong_choice_lists_the_choices(name, refusal):
-    said = refusal(f"--{name}=fp8")
-    assert f"{OPTIONS[name].full_name}=fp8: must be " in said
-    choices = re.findall(r"'(\w+)'", str(OPTIONS[name].annotation))
-    assert choices
-    for choice in choices:
-        assert choice in said
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_is_read_as_its_type(name, refusal):
+    option = OPTIONS[name]
+    if "Literal" in str(option.annotation):
+        text, choices = refusal(f"--{name}=fp8"), re.findall(r"'(\w+)'", str(option.annotation))
+        assert f"{option.full_name}=fp8: must be " in text
+        assert choices and all(choice in text for choice in choices)
+        return
+    good, bad, allowed = TYPED[option.annotation]
+    for text, value in good.items():
+        arguments = parse_arguments([f"--{name}={text}"], SECTIONS)
+        found = arguments.values[option.section][name]
+        assert (found, type(found), arguments.problems) == (value, type(value), [])
+    if bad:
+        assert f"{option.full_name}={bad}: must be {allowed}" in refusal(f"--{name}={bad}")
 
 
 def test_a_value_may_stand_apart(load):
@@ -148,22 +118,20 @@ def test_a_misspelt_option_is_refused_with_the_nearest(name, refusal):
         ("Lr", "optim.lr"),
     ],
 )
-def test_only_what_is_close_is_suggested(typed, meant, refusal):
+def test_only_a_close_name_is_suggested(typed, meant, refusal):
     advice = f"did you mean --{meant}?" if meant else "--help lists them all"
     assert f"--{typed} is not an option: {advice}" in refusal(f"--{typed}=1")
 
 
-@pytest.mark.parametrize("typed", ["--data.lr=1", "--optim.lrr=1", "--optimizer.lr=1"])
-def test_an_option_in_the_wrong_section_is_refused_with_the_right_one(typed, refusal):
-    assert f"{typed[:-2]} is not an option: did you mean --optim.lr?" in refusal(typed)
-
-
-@pytest.mark.parametrize(("elsewhere", "here"), ELSEWHERE.items())
-def test_other_projects_names_lead_to_ours(elsewhere, here, refusal):
-    full_name = OPTIONS[here].full_name
-    assert f"--{elsewhere} is not an option: did you mean --{full_name}?" in refusal(
-        f"--{elsewhere}=1"
-    )
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        *((f"--{elsewhere}", OPTIONS[ours].full_name) for elsewhere, ours in ELSEWHERE.items()),
+        *((name, "optim.lr") for name in ("--data.lr", "--optim.lrr", "--optimizer.lr")),
+    ],
+)
+def test_other_projects_names_and_wrong_sections_lead_to_the_option(typed, meant, refusal):
+    assert f"{typed} is not an option: did you mean --{meant}?" in refusal(f"{typed}=1")
 
 
 def test_the_command_line_beats_the_file_and_the_file_the_default(load, capsys):
@@ -219,12 +187,12 @@ def test_the_command_line_beats_the_file_and_the_file_the_default(load, capsys):
         (["--seed=9223372036854775808"], "run.seed=9223372036854775808: must be in"),
         (["--device=gpu"], "run.device=gpu: must be auto, cpu, cuda, cuda:N or mps"),
         (["--device=cuda:"], "run.device=cuda:: must be"),
-        (["--resume=must", "--overwrite"], "run.overwrite=true starts anew, run.resume=must"),
+        (["--resume=must", "--overwrite"], "run.overwrite=true starts over, run.resume=must"),
         (["--interval=0"], "log.interval=0: must be at least 1"),
         (["--wandb", "--project="], "log.project is empty"),
     ],
 )
-def test_a_number_out_of_range_is_refused(overrides, said, refusal):
+def test_a_value_out_of_range_is_refused(overrides, said, refusal):
     assert said in refusal(*overrides)
 
 
@@ -235,36 +203,19 @@ def test_a_micro_batch_that_does_not_divide_is_refused_with_both_numbers(whole, 
     assert f"data.global_batch={whole}" in said
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "--grad_clip=0",
-        "--warmup_steps=0",
-        "--warmup_steps=5000",
-        "--decay_fraction=1",
-        "--decay_fraction=0",
-        "--eval_windows=0",
-        "--threads=1",
-        "--seed=0",
-        "--seed=9223372036854775807",
-        "--device=cuda:1",
-        "--device=mps",
-        "--micro_batch=1",
-        "--micro_batch=32",
-        "--beta1=0",
-        "--dropout=0",
-        "--max_steps=1",
-    ],
-)
-def test_the_ends_of_the_ranges_are_allowed(override, load):
-    load(override)
+def test_the_ends_of_the_ranges_are_allowed(load):
+    low = {"grad_clip": 0, "warmup_steps": 0, "decay_fraction": 0, "eval_windows": 0, "threads": 1}
+    low |= {"seed": 0, "device": "cuda:1", "micro_batch": 1, "beta1": 0, "dropout": 0}
+    high = {"seed": 2**63 - 1, "device": "mps", "micro_batch": 32, "decay_fraction": 1}
+    for options in (low, {**high, "max_steps": 1}, {"warmup_steps": 5000}):
+        load(*[f"--{name}={value}" for name, value in options.items()])
 
 
-def test_all_problems_are_told_at_once(refusal):
-    said = refusal("--dropout=2", "--global_batch=0", "--lr=x", "--eval_interval=0", "--seeed=1")
+def test_all_problems_are_reported_together(refusal):
+    text = refusal("--dropout=2", "--global_batch=0", "--lr=x", "--eval_interval=0", "--seeed=1")
     for part in ("dropout=2", "global_batch=0", "lr=x", "eval_interval=0", "--seeed is not"):
-        assert part in said
-    assert len(said.splitlines()) == 5
+        assert part in text
+    assert len(text.splitlines()) == 5
 
 
 # The file
@@ -279,7 +230,7 @@ def test_all_problems_are_told_at_once(refusal):
         ("a\0b", "mine.py: "),
         ("import nothing_of_that_name\n", "mine.py: line 1: ModuleNotFoundError: No module named"),
         ("x = 1\nconfig = Config()\n", "mine.py: line 2: NameError: name 'Config' is not defined"),
-        (PLAIN + "bach_size = 8\n", "mine.py: line 3: bach_size is set and never used: did you"),
+        (PLAIN + "bach_size = 8\n", "mine.py: line 3: bach_size is set but never used: did you"),
         (PLAIN + "bach_size = 8\n", "DataConfig(global_batch=...)?"),
         (PLAIN + "learning_rate: float = 3e-4\n", "OptimConfig(lr=...)?"),
         (PLAIN + "max_steps, T = 5, 64\n", "RunConfig(max_steps=...)?"),
@@ -311,7 +262,7 @@ def test_a_wrong_file_gets_one_clear_line(text, said, refusal):
     assert len(text.splitlines()) == 1
 
 
-def test_a_name_that_the_file_uses_is_no_mistake(load):
+def test_a_name_that_the_file_uses_is_not_a_mistake(load):
     text = PLAIN + "lr = 1\nT = 64\nconfig = Config(optim=OptimConfig(lr=lr))\n"
     config = load(text=text)
     assert config.optim.lr == 1.0
@@ -319,7 +270,7 @@ def test_a_name_that_the_file_uses_is_no_mistake(load):
 
 
 @pytest.mark.parametrize("path", ["nope.py", ".", "nope/nope.py", "x" * 5000, "a\0b"])
-def test_a_missing_file_is_told(path, monkeypatch):
+def test_a_missing_file_is_named_with_the_shipped_ones(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError) as caught:
         load_config([path, "--lr=x"])
@@ -348,7 +299,7 @@ def test_help_needs_no_file(capsys):
 
 
 @pytest.mark.parametrize("asked", ["--help", "--print_config"])
-def test_of_the_ranks_of_a_machine_one_prints(asked, load, monkeypatch, capsys):
+def test_one_rank_per_machine_prints(asked, load, monkeypatch, capsys):
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as stop:
@@ -376,7 +327,7 @@ def test_a_config_may_derive_from_another(load):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_a_shipped_config_loads_and_says_what_it_is_for(path):
+def test_a_shipped_config_loads_and_its_docstring_shows_the_command(path):
     config = load_config([str(path)])
     assert config.run.out_dir == f"out/{path.stem}"
     assert from_json(to_json(config)) == config
@@ -453,8 +404,8 @@ def test_a_mistake_ends_the_command_before_anything_is_made(argv, said, tmp_path
     ("text", "said"),
     [
         ("{", "run.json is not JSON"),
-        ("[]", "must hold an object of sections"),
-        ('{"run": 3}', "must hold an object of sections"),
+        ("[]", "must be an object of sections"),
+        ('{"run": 3}', "must be an object of sections"),
         ('{"run": {"max_step": 3}}', "unknown option run.max_step"),
         ('{"runs": {}}', "unknown section runs"),
         ('{"run": {"max_steps": "3"}}', "run.max_steps='3': must be a whole number"),
@@ -494,15 +445,6 @@ def test_the_table_has_every_option_in_a_row_of_its_own():
 
 
 def test_a_width_that_heads_do_not_divide_is_one_mistake_not_two():
-    """108 / 7 is no width of a head, so that 15 is odd is beside the point."""
+    """108 / 7 is not a head width, so that 15 is odd is beside the point."""
     (problem,) = ModelConfig(d_model=108, n_heads=7).problems()
     assert "model.d_model=108 is not a multiple of model.n_heads=7" in problem
-
-
-def test_every_option_says_how_a_resume_treats_it():
-    """After its help, as a third note of Annotated; and it is tried in test_resume.py's table."""
-    for option in OPTIONS.values():
-        assert option.resume in KINDS, f"{option.full_name}: {option.resume!r}: one of {[*KINDS]}"
-    in_table = {name: value for _, name, value in CASES}
-    assert sorted(in_table) == sorted(option.full_name for option in OPTIONS.values())
-    assert not [o.full_name for o in OPTIONS.values() if in_table[o.full_name] == o.default]

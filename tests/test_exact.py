@@ -146,7 +146,7 @@ def test_masked_documents_keep_the_bits_over_ranks_and_a_resume(
     assert bits(again, 7) == bits(whole, 7)
     log = tmp_path / "log"
     assert train(tiny_argv(again, **few, document_mask=False), log=log) == 2
-    assert "data.document_mask: the run has true, asked for false" in log.read_text()
+    assert "data.document_mask: the run has true, the command says false" in log.read_text()
 
 
 @pytest.mark.parametrize("micro_batches, worlds", [(6, (1, 2)), (12, (1, 2, 4))])
@@ -199,7 +199,7 @@ def test_one_thread_more_is_another_recipe_and_is_kept(plain, tiny_argv, tmp_pat
     argv = tiny_argv(tmp_path / "run", **{**EXACT, "threads": 2})
     log = tmp_path / "log"
     assert train(argv, log=log) == 2
-    assert "run.threads: the run has 1, asked for 2" in log.read_text()
+    assert "run.threads: the run has 1, the command says 2" in log.read_text()
 
 
 def torchrun(world: int, argv: list[str], **options) -> subprocess.CompletedProcess:

@@ -1,20 +1,24 @@
-"""What a resume takes, keeps and refuses: every option in a table, then the rules one by one.
-
-The same rules with real runs are in test_resume_flow.py.
-"""
+"""Resume rules: every option in a table, then the rules one by one. Real runs: test_resume_flow."""
 
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import replace
 
 import pytest
 
 from cli.options import ConfigError
 from model.config import ModelConfig
-from training.config import OPTIONS, Config, from_json, load_config, to_json, values_of
-from training.resume import kept, resume_notes, resume_problems, resumed
+from training.config import (
+    FULL_NAMES,
+    Config,
+    from_json,
+    load_config,
+    to_json,
+    values_of,
+    with_values,
+)
+from training.resume import KINDS, compare, kept, resume_notes, resume_problems, resumed
 
 # Every option with a value that is not its default.
 OTHER = {
@@ -110,17 +114,10 @@ OTHER = {
 CASES = [(kind, name, value) for kind, rows in OTHER.items() for name, value in rows.items()]
 
 
-def changed(config: Config, values: dict[str, object]) -> Config:
-    for name, value in values.items():
-        section, _, leaf = name.partition(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
-    return config
-
-
 def command(typed: dict[str, object] | None = None, file: dict[str, object] | None = None):
     """The config of a command with these options typed, and these in its config file."""
-    in_file = changed(Config(), file or {})
-    config = changed(in_file, typed or {})
+    in_file = with_values(Config(), file or {})
+    config = with_values(in_file, typed or {})
     return replace(config, typed=dict(typed or {}), in_file=values_of(in_file))
 
 
@@ -129,30 +126,37 @@ def run_of(typed: dict[str, object] | None = None, file: dict[str, object] | Non
     return from_json(to_json(command(typed, file)))
 
 
-def refused(saved: Config, asked: Config) -> list[str]:
-    return [line.partition(":")[0] for line in resume_problems(saved, asked)[:-2]]
+def refused(saved: Config, asked: Config, **options) -> list[str]:
+    """Names of the options that keep a run from being resumed, by the lines of the message."""
+    return [line.partition(":")[0] for line in resume_problems(saved, asked, **options)[:-2]]
 
 
-# Each option changed
+def resumes_unchanged(saved: Config, asked: Config) -> bool:
+    """Whether the run is resumed as it is, without a message."""
+    silent = resume_problems(saved, asked) == resume_notes(saved, asked) == []
+    return silent and resumed(saved, asked) == saved
+
+
+# Each option
+
+
+def test_the_table_has_every_option_with_another_value_and_each_option_a_kind():
+    in_table = {name: value for _, name, value in CASES}
+    assert sorted(in_table) == sorted(FULL_NAMES)
+    assert not [name for name, option in FULL_NAMES.items() if in_table[name] == option.default]
+    assert {option.resume for option in FULL_NAMES.values()} == set(KINDS)
 
 
 @pytest.mark.parametrize(("kind", "name", "value"), CASES)
 @pytest.mark.parametrize("how", ["typed", "file"])
-def test_an_option_that_is_changed_is_taken_or_refused_by_its_kind(kind, name, value, how):
+def test_a_change_is_accepted_or_refused_by_the_kind_of_the_option(kind, name, value, how):
     saved, asked = run_of(), command(**{how: {name: value}})
     if kind == "start":
-        assert resume_problems(saved, asked) == []
-        assert resume_notes(saved, asked) == []
+        assert resume_problems(saved, asked) == resume_notes(saved, asked) == []
     else:
+        assert refused(saved, asked) == [name] * (kind in ("fixed", "must", "shorter"))
         must = replace(asked, run=replace(asked.run, resume="must"))
-        is_refused, must_is_refused = bool(resume_problems(saved, asked)), kind == "fixed"
-        assert is_refused == (kind in ("fixed", "must", "shorter"))
-        assert bool(resume_problems(saved, must)) == must_is_refused
-        if is_refused:
-            assert refused(saved, asked) == [name]
-            assert "--overwrite=true" in resume_problems(saved, asked)[-1]
-            told = "fixed once" if must_is_refused else "--resume=must"
-            assert told in resume_problems(saved, asked)[-2]
+        assert refused(saved, must) == [name] * (kind == "fixed")
         (note,) = resume_notes(saved, asked)
         assert f"{name}=" in note
     if kind != "fixed":
@@ -163,101 +167,114 @@ def test_an_option_that_is_changed_is_taken_or_refused_by_its_kind(kind, name, v
 def test_an_option_that_is_not_typed_again_stays(kind, name, value):
     saved, asked = run_of({name: value}), command()
     assert resume_problems(saved, asked) == []
-    if kind == "start":
-        assert values_of(resumed(saved, asked))[name] == values_of(Config())[name]
-        assert kept(saved, asked) == []
-    else:
-        assert resumed(saved, asked) == saved
-        typed = f"--{OPTIONS[name.partition('.')[2]].name}"
-        assert [shlex.split(text)[0].partition("=")[0] for text in kept(saved, asked)] == [typed]
+    assert (resumed(saved, asked) == saved) == (kind != "start")
+    assert (f"--{FULL_NAMES[name].name}=" in kept(saved, asked)) == (kind != "start")
 
 
 @pytest.mark.parametrize(("kind", "name", "value"), CASES)
 @pytest.mark.parametrize("how", ["typed", "file"])
-def test_the_same_command_again_changes_nothing_and_says_nothing(kind, name, value, how):
+def test_the_same_command_changes_nothing_and_prints_nothing(kind, name, value, how):
     saved, asked = run_of(**{how: {name: value}}), command(**{how: {name: value}})
-    assert resume_problems(saved, asked) == []
-    assert resume_notes(saved, asked) == []
-    assert resumed(saved, asked) == asked
+    assert resumes_unchanged(saved, asked)
+
+
+# Messages
+
+
+def test_a_refusal_lists_all_changes_and_what_to_do():
+    asked = command({"model.n_layers": 2, "optim.lr": 0.5}, file={"model.d_model": 64})
+    assert resume_problems(run_of(), asked) == [
+        "model.n_layers: the run has 4, the command says 2",
+        "model.d_model: the run has 128, the config file now says 64 (before: 128)",
+        "optim.lr: the run has 0.001, the command says 0.5",
+        "model.n_layers, model.d_model: cannot change once a run has begun",
+        "to start over (the old run is moved aside): --overwrite=true; or choose another --out_dir",
+    ]
+    must = replace(asked, run=replace(asked.run, resume="must"))
+    assert refused(run_of(), must) == ["model.n_layers", "model.d_model"]
+    advice = resume_problems(run_of(), command({"optim.lr": 0.5}))[1]
+    assert advice == "to continue with the new values: --resume=must"
+
+
+def test_kept_options_are_shown_as_they_would_be_typed():
+    saved = run_of({"log.sample_prompt": "def ", "run.time_budget": ""}, {"run.time_budget": "1h"})
+    asked = command(file={"run.time_budget": "1h"})
+    assert kept(saved, asked) == "--time_budget= '--sample_prompt=def '"
+
+
+def test_changes_that_were_never_saved_are_reported_and_dropped():
+    saved = run_of()
+    unsaved = run_of({"optim.lr": 0.5, "run.max_steps": 2000, "log.quiet": True})
+    (note,) = resume_notes(saved, command(), unsaved)
+    assert "--lr=0.5" in note and "--max_steps=2000" in note and "quiet" not in note
+    notes = resume_notes(saved, command({"run.max_steps": 2000, "optim.lr": 0.1}), unsaved)
+    assert not any("lr=0.5" in note for note in notes)
+    (note,) = resume_notes(saved, command({"run.max_steps": 2000}), unsaved)[1:]
+    assert "--lr=0.5" in note and "max_steps" not in note
 
 
 # Typed, edited, or neither
 
 
-def test_with_must_only_what_is_asked_for_is_taken():
+def test_with_must_only_what_is_asked_for_changes():
     """Not the config file's value of an option that was typed at the first start."""
     saved = run_of({"optim.lr": 5e-4, "optim.weight_decay": 0.0})
     asked = command({"run.resume": "must", "optim.beta2": 0.99})
     assert resume_problems(saved, asked) == []
-    going_on = resumed(saved, asked).optim
-    assert (going_on.lr, going_on.weight_decay, going_on.beta2) == (5e-4, 0.0, 0.99)
-    taken, stays = resume_notes(saved, asked)
-    assert "optim.beta2=0.99" in taken and "0.95" in taken
+    now = resumed(saved, asked).optim
+    assert (now.lr, now.weight_decay, now.beta2) == (5e-4, 0.0, 0.99)
+    change, stays = resume_notes(saved, asked)
+    assert "optim.beta2=0.99" in change and "0.95" in change
     assert "--lr=0.0005" in stays and "--weight_decay=0" in stays
 
 
 def test_an_edited_config_file_is_told_from_an_option_typed_before():
     saved = run_of({"optim.lr": 5e-4}, file={"optim.lr": 1e-3})
-    assert resume_problems(saved, command(file={"optim.lr": 1e-3})) == []
+    assert refused(saved, command(file={"optim.lr": 1e-3})) == []
     edited = command(file={"optim.lr": 2e-3})
     assert refused(saved, edited) == ["optim.lr"]
     for value in ("0.0005", "0.002", "0.001"):  # the run's, the file's now and before
         assert value in resume_problems(saved, edited)[0]
     must = command({"run.resume": "must"}, file={"optim.lr": 2e-3})
-    going_on = from_json(to_json(resumed(saved, must)))
-    assert going_on.optim.lr == 2e-3
-    assert resume_notes(going_on, edited) == []  # taken once and for all
-    back = command(file={"optim.lr": 1e-3})
-    assert refused(going_on, back) == ["optim.lr"]
+    now = from_json(to_json(resumed(saved, must)))
+    assert now.optim.lr == 2e-3
+    assert resume_notes(now, edited) == []  # the change is part of the run from now on
+    assert refused(now, command(file={"optim.lr": 1e-3})) == ["optim.lr"]
+    # What the edited file has replaced no longer counts as typed before.
+    assert refused(now, command({"optim.lr": 5e-4}, file={"optim.lr": 2e-3})) == ["optim.lr"]
 
 
-def test_an_edited_file_that_now_says_what_the_run_has_is_no_change():
+def test_a_file_edited_to_what_the_run_has_is_not_a_change():
     saved = run_of({"optim.lr": 5e-4}, file={"optim.lr": 1e-3})
-    assert resume_notes(saved, command(file={"optim.lr": 5e-4})) == []
+    assert resumes_unchanged(saved, command(file={"optim.lr": 5e-4}))
 
 
-def test_a_run_that_did_not_note_its_config_file_keeps_its_values_and_says_so():
-    older = json.loads(to_json(command({"optim.lr": 5e-4})))
-    del older["config_file"], older["command_line"]
-    saved, asked = from_json(older), command()
-    assert resume_problems(saved, asked) == []
-    assert resumed(saved, asked).optim.lr == 5e-4
-    assert kept(saved, asked) == ["--lr=0.0005"]
+def test_a_value_of_unknown_origin_is_kept_with_a_message():
+    older = replace(run_of({"model.d_mlp": 300}), typed=None, in_file=None)  # recorded neither
+    edited = run_of(file={"model.d_mlp": 300})  # the line has been deleted since
+    for saved in (older, edited):
+        assert resume_problems(saved, command()) == []
+        assert resumed(saved, command()).model.d_mlp == 300
+    assert kept(edited, command()) == "--d_mlp=300"
+    older = replace(run_of({"optim.lr": 5e-4}), typed=None, in_file=None)
+    assert resumed(older, command()).optim.lr == 5e-4
+    assert kept(older, command()) == "--lr=0.0005"
 
 
-def test_a_line_taken_out_of_the_config_file_leaves_the_value_as_it_was_and_says_so():
-    saved = run_of(file={"model.d_mlp": 300})
-    assert resume_problems(saved, command()) == []
-    assert resumed(saved, command()).model.d_mlp == 300
-    assert kept(saved, command()) == ["--d_mlp=300"]
-
-
-def test_load_config_tells_what_is_typed_from_what_is_in_the_file(tmp_path):
+def test_load_config_records_what_is_typed_and_what_is_in_the_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
         "from training.config import *\nconfig = Config(optim=OptimConfig(lr=1, beta2=0.5))\n"
     )
     config = load_config([str(path), "--lr=3", "--model.n_layers", "2", "--quiet"])
     assert config.typed == {"optim.lr": 3.0, "model.n_layers": 2, "log.quiet": True}
-    assert config.in_file["optim.lr"] == 1.0
-    assert config.in_file["optim.beta2"] == 0.5
+    assert (config.in_file["optim.lr"], config.in_file["optim.beta2"]) == (1.0, 0.5)
     again = from_json(to_json(config))
     assert again == config
     assert (again.typed, again.in_file) == (config.typed, config.in_file)
 
 
-def test_what_a_start_changed_without_saving_is_told_and_not_taken():
-    saved = run_of()
-    unsaved = run_of({"optim.lr": 0.5, "run.max_steps": 2000, "log.quiet": True})
-    (note,) = resume_notes(saved, command(), unsaved)
-    assert "--lr=0.5" in note and "--max_steps=2000" in note and "quiet" not in note
-    again = {"run.max_steps": 2000, "optim.lr": 0.1}
-    assert not any("optim.lr=0.5" in note for note in resume_notes(saved, command(again), unsaved))
-    (note,) = resume_notes(saved, command({"run.max_steps": 2000}), unsaved)[1:]
-    assert "--lr=0.5" in note and "max_steps" not in note
-
-
-# Longer and shorter
+# Kinds that depend on values
 
 
 @pytest.mark.parametrize(
@@ -277,115 +294,86 @@ def test_what_a_start_changed_without_saving_is_told_and_not_taken():
         ("run.time_budget", "10m", "fits:out/a", False),
     ],
 )
-def test_a_longer_run_just_goes_on_and_a_shorter_one_when_told(name, old, new, is_longer):
+def test_a_run_may_be_made_longer_and_with_must_shorter(name, old, new, is_longer):
     saved, asked = run_of({name: old}), command({name: new})
-    assert (resume_problems(saved, asked) == []) == is_longer
-    assert resume_problems(saved, command({name: new, "run.resume": "must"})) == []
+    assert (refused(saved, asked) == []) == is_longer
+    assert refused(saved, command({name: new, "run.resume": "must"})) == []
     assert values_of(resumed(saved, asked))[name] == new
 
 
-def test_a_run_without_checkpoints_is_not_made_longer_nor_given_another_source():
-    for name, value in (("run.max_steps", 2000), ("data.source", "other.txt")):
-        lines = resume_problems(run_of(), command({name: value}), can_resume=False)
-        assert lines[0].startswith(f"{name}: ")
-        assert not any("--resume=must" in line for line in lines)
-        assert any("fixed once" in line for line in lines) == (name == "data.source")
+@pytest.mark.parametrize(
+    ("name", "value"), [("run.max_steps", 2000), ("data.source", "x"), ("optim.lr", 0.5)]
+)
+def test_without_a_checkpoint_more_is_refused_and_must_is_not_suggested(name, value):
+    lines = resume_problems(run_of(), command({name: value}), can_resume=False)
+    assert lines[0].startswith(f"{name}: ")
+    assert not any("--resume=must" in line for line in lines)
+    assert any("cannot change" in line for line in lines) == (name == "data.source")
 
 
-def test_all_changes_are_told_at_once():
-    asked = command({"model.n_layers": 2, "optim.lr": 0.5}, file={"model.d_model": 64})
-    lines = resume_problems(run_of(), asked)
-    names = ["model.n_layers", "model.d_model", "optim.lr"]
-    assert [line.partition(":")[0] for line in lines[:3]] == names
-    assert lines[3].startswith("model.n_layers, model.d_model: fixed")
-    must = replace(asked, run=replace(asked.run, resume="must"))
-    assert len(resume_problems(run_of(), must)) == 4
-
-
-# What depends on more than the option
-
-
-def test_when_to_evaluate_is_free_unless_the_length_of_the_run_depends_on_it():
+def test_eval_interval_is_free_unless_the_length_of_the_run_depends_on_it():
     for run in ({"run.patience": 3}, {"run.time_budget": "10m"}):
-        saved, asked = run_of(run), command({**run, "run.eval_interval": 5})
-        assert refused(saved, asked) == ["run.eval_interval"]
-        both = command({**run, "run.eval_interval": 5})  # from this start on
-        assert "run.eval_interval" in refused(run_of(), both)
+        asked = command({**run, "run.eval_interval": 5})
+        assert refused(run_of(run), asked) == ["run.eval_interval"]
+        assert "run.eval_interval" in refused(run_of(), asked)  # it will depend on it
         asked = command({**run, "run.eval_interval": 5, "run.resume": "must"})
-        assert resume_problems(saved, asked) == []
-
-
-def test_what_is_left_to_be_derived_stays_as_it_was():
-    asked = command()
-    model = asked.model.resolved(4096)
-    run = replace(asked.run, threads=2, device="cpu", dtype="float32", attention="sdpa")
-    data = replace(asked.data, micro_batch=8)
-    saved = from_json(to_json(replace(asked, model=model, run=run, data=data)))
-    assert resume_notes(saved, asked) == resume_problems(saved, asked) == []
-    assert resumed(saved, asked) == saved
-
-
-def test_what_is_kept_is_shown_as_it_would_be_typed():
-    saved = run_of({"log.sample_prompt": "def ", "run.time_budget": ""}, {"run.time_budget": "1h"})
-    assert kept(saved, command(file={"run.time_budget": "1h"})) == [
-        "--time_budget=",
-        "'--sample_prompt=def '",
-    ]
-
-
-def test_auto_that_is_typed_does_not_change_the_run_and_says_so():
-    saved, asked = run_of({"run.dtype": "float32"}), command({"run.dtype": "auto"})
-    assert resume_problems(saved, asked) == []
-    assert resumed(saved, asked).run.dtype == "float32"
-    assert kept(saved, asked) == ["--dtype=float32"]
+        assert refused(run_of(run), asked) == []
 
 
 @pytest.mark.parametrize(("old", "new"), [("cuda", "cuda:1"), ("cuda:0", "cuda")])
 @pytest.mark.parametrize("how", ["typed", "file"])
-def test_a_resume_may_take_another_gpu(old, new, how):
+def test_a_resume_may_use_another_gpu(old, new, how):
     saved, asked = run_of({"run.device": old}), command(**{how: {"run.device": new}})
     assert resume_notes(saved, asked) == resume_problems(saved, asked) == []
     assert resumed(saved, asked).run.device == new
 
 
-def test_a_model_that_came_with_its_weights_stays_as_it_came():
+# Values that a start derives
+
+
+def test_options_left_open_stay_as_they_were_resolved():
+    asked = command()
+    derived = {"run.threads": 2, "run.device": "cpu", "run.dtype": "float32"}
+    derived |= {"run.attention": "sdpa", "data.micro_batch": 8}
+    began = replace(with_values(asked, derived), model=asked.model.resolved(4096))
+    assert resumes_unchanged(from_json(to_json(began)), asked)
+
+
+def test_typing_auto_does_not_change_the_run_and_is_reported():
+    saved, asked = run_of({"run.dtype": "float32"}), command({"run.dtype": "auto"})
+    assert resume_problems(saved, asked) == []
+    assert resumed(saved, asked).run.dtype == "float32"
+    assert kept(saved, asked) == "--dtype=float32"
+
+
+def test_a_model_shape_that_came_with_the_weights_stays():
     typed = {"run.init_from": "some/model"}
     asked = command(typed)
-    brought = replace(asked, model=ModelConfig(n_layers=9, d_model=64).resolved(300))
-    saved = from_json(to_json(brought))
-    assert resume_notes(saved, asked) == resume_problems(saved, asked) == []
-    assert resumed(saved, asked) == saved
+    began = replace(asked, model=ModelConfig(n_layers=9, d_model=64).resolved(300))
+    saved = from_json(to_json(began))
+    assert resumes_unchanged(saved, asked)
     for layers in (4, 8):  # 4 is the default
         assert refused(saved, command({**typed, "model.n_layers": layers})) == ["model.n_layers"]
 
 
-def test_what_the_start_makes_of_a_typed_value_is_no_change_when_it_is_typed_again():
-    """As weights to start from bring their tokenizer, whatever was typed."""
+def test_a_typed_value_that_the_start_replaced_is_not_a_change_when_typed_again():
+    """For example, weights to start from bring their tokenizer, whatever was typed."""
     typed = {"run.device": "cuda:1", "run.dtype": "auto", "data.tokenizer": "char"}
-    asked = command(typed)
-    began = changed(asked, {"run.device": "cuda", "run.dtype": "float32", "data.tokenizer": "x"})
-    saved = from_json(to_json(began))
+    replaced = {"run.device": "cuda", "run.dtype": "float32", "data.tokenizer": "x"}
+    saved, asked = from_json(to_json(with_values(command(typed), replaced))), command(typed)
     assert resume_notes(saved, asked) == resume_problems(saved, asked) == []
-    again = resumed(saved, asked)
-    assert (again.run.dtype, again.data.tokenizer) == ("float32", "x")
+    now = resumed(saved, asked)
+    assert (now.run.dtype, now.data.tokenizer) == ("float32", "x")
     assert refused(saved, command({**typed, "data.tokenizer": "byte"})) == ["data.tokenizer"]
 
 
-def test_what_an_edited_file_has_replaced_counts_as_typed_no_more():
-    saved = run_of({"optim.lr": 0.5})
-    going_on = resumed(saved, command({"run.resume": "must"}, file={"optim.lr": 0.1}))
-    going_on = from_json(to_json(going_on))
-    assert going_on.optim.lr == 0.1
-    assert refused(going_on, command({"optim.lr": 0.5}, file={"optim.lr": 0.1})) == ["optim.lr"]
-
-
-def test_a_hostile_note_of_the_config_file_is_a_mistake_or_harmless():
+def test_hostile_records_of_the_config_file_are_refused_or_harmless():
     saved = json.loads(to_json(command()))
-    for note in ({"optim.lr": []}, {"nope": 1}, {"run.device": 3}):
-        read = from_json({**saved, "config_file": note, "command_line": note})
-        resume_problems(read, command())
+    for record in ({"optim.lr": []}, {"nope": 1}, {"run.device": 3}):
+        read = from_json({**saved, "config_file": record, "command_line": record})
+        compare(read, command())
         resume_notes(read, command({"run.device": "cpu"}))
-    for note in ([1], 3, "x", [["run.device", 3]]):
+    for record in ([1], 3, "x", [["run.device", 3]]):
         for name in ("config_file", "command_line"):
             with pytest.raises(ConfigError):
-                from_json({**saved, name: note})
+                from_json({**saved, name: record})

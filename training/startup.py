@@ -105,7 +105,7 @@ def open_run(
             return begin(replace(config, run=replace(config.run, overwrite=aside)))
         problems = resume_problems(saved, asked, can_resume=newest is not None)
         if problems:
-            raise ConfigError([f"{folder} holds a run with another recipe:", *problems])
+            raise ConfigError([f"{folder} holds a run with different settings:", *problems])
         going_on = resumed(saved, asked)
         open_budget(going_on.run, TrainState())
         unsaved = _unsaved_config(folder) if newest is not None else None
