@@ -20,7 +20,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 import sample
 import tools.attention
 import tools.evaluate
-import tools.export
 from cli.command import shown
 from cli.options import ConfigError
 from data import prepare
@@ -45,7 +44,8 @@ from model.generate import generate
 from model.gpt import GPT
 from model.huggingface import DamagedFolder
 from tools.evaluate import EvaluateOptions, read_ids, score
-from tools.export_hf import export_hf
+from tools.export import __main__ as export
+from tools.export.huggingface import export_huggingface
 from training.folder import read_metrics
 from training.observer import token_text
 from training.weights import find_weights, load_for_sampling
@@ -168,7 +168,7 @@ def test_any_of_several_ends_ends_a_sample_as_in_transformers(file, tmp_path, co
 
 def test_an_export_keeps_the_starts_and_every_end(tmp_path, command):
     folder = model_folder(tmp_path / "model", [EOT_ID, 12], processor=template(f"{START} $A"))
-    code, _, err = command(tools.export.main, folder, f"--out={tmp_path / 'again'}")
+    code, _, err = command(export.main, folder, f"--out={tmp_path / 'again'}")
     assert code == 0, err
     for name in ("config.json", "generation_config.json"):
         about = json.loads((tmp_path / "again" / name).read_text())
@@ -632,7 +632,7 @@ def exported_tokenizer(tokenizer: Tokenizer, folder: Path, vocab_size: int | Non
     model = GPT(ModelConfig(**shape).resolved(n_ids)).eval()
     model.init_weights(1)
     folder.mkdir()
-    folder.with_suffix(".said").write_text("\n".join(export_hf(model, tokenizer, folder)))
+    folder.with_suffix(".said").write_text("\n".join(export_huggingface(model, tokenizer, folder)))
     return folder
 
 

@@ -479,9 +479,9 @@ def test_a_hub_name_is_fetched_once_and_then_a_folder(theirs, monkeypatch):
 @pytest.fixture
 def pretrained(trained, tmp_path, command) -> Path:
     """The tiny run as a Hugging Face folder: from there on anybody's."""
-    import tools.export
+    from tools.export import __main__ as export
 
-    assert command(tools.export.main, trained, f"--out={tmp_path / 'pretrained'}")[0] == 0
+    assert command(export.main, trained, f"--out={tmp_path / 'pretrained'}")[0] == 0
     return tmp_path / "pretrained"
 
 

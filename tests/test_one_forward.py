@@ -13,7 +13,7 @@ from model.generate import generate
 from model.gpt import GPT, Block
 from model.inspect import attention_maps, meta_model, module_rows
 from model.layers import MLPS, NORMS
-from tools.export_graph import GraphGPT, empty_past, example_inputs
+from tools.export.graph import GraphGPT, empty_past, example_inputs
 
 KINDS = {
     "plain": {},

@@ -20,12 +20,12 @@ import torch
 
 import sample
 import tools.evaluate
-import tools.export
 import train
 from data import prepare
 from data.config import DataConfig
 from data.meta import read_meta
 from data.tokenizer import load_tokenizer, ready_tokenizer
+from tools.export import __main__ as export
 from training.folder import read_metrics
 
 pytestmark = pytest.mark.pretrained
@@ -204,7 +204,7 @@ def test_it_goes_back_to_transformers_unchanged(folder, command, tmp_path, figur
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "back"
-    code, said, err = command(tools.export.main, folder, f"--out={out}")
+    code, said, err = command(export.main, folder, f"--out={out}")
     assert code == 0, err
     figure("exported again", said.splitlines()[-2])
     there = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()

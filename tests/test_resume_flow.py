@@ -15,9 +15,9 @@ import torch
 from faultlib import bits
 from safetensors.torch import load_file
 
-import tools.export
 import train
 from cli.options import ConfigError, parse_value
+from tools.export import __main__ as export
 from training import run as run_module
 from training.config import OPTIONS
 from training.evaluate import Evaluation
@@ -89,7 +89,7 @@ def test_a_run_on_ids_without_text_continues_to_the_same_bits_and_has_no_tokeniz
     for steps in (3, 8):
         assert train_tiny(tmp_path / "longer", **options, max_steps=steps) == 0
     assert bits(tmp_path / "longer", 8) == bits(tmp_path / "whole", 8)
-    code, _, err = command(tools.export.main, tmp_path / "whole", f"--out={tmp_path / 'hf'}")
+    code, _, err = command(export.main, tmp_path / "whole", f"--out={tmp_path / 'hf'}")
     assert code == 2 and "tokenizer ids:23" in err and "--format=onnx" in err
     assert not (tmp_path / "hf").exists()
 

@@ -90,10 +90,8 @@ def test_a_module_imports_only_what_is_below_it(file):
         if other in LEVELS:
             below = LEVELS[other] < LEVELS[own]
             inside = own == other and own in MAY_IMPORT_ITSELF
-            # A tool too long for one file: tools.export_*, or a package of its own.
-            parts_of_one = name.startswith(f"tools.{file.stem.partition('_')[0]}_") or (
-                len(file.parts) > 2 and name.startswith(".".join(file.parts[:2]))
-            )
+            # A tool too long for one file is a package.
+            parts_of_one = len(file.parts) > 2 and name.startswith(".".join(file.parts[:2]))
             assert below or inside or parts_of_one, f"{file} imports {name}"
 
 

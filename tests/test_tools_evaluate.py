@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tools.evaluate
-import tools.export
 from cli.options import ConfigError
 from data.tokenizer import byte_tokenizer, ids_tokenizer
 from model.config import ModelConfig
 from model.gpt import GPT
 from tools.evaluate import EvaluateOptions, read_ids, score, windows
+from tools.export import __main__ as export
 
 
 @given(n=st.integers(2, 200), T=st.integers(1, 30), stride=st.integers(1, 30))
@@ -107,7 +107,7 @@ def test_a_folder_and_the_run_it_came_from_give_the_same(trained, tiny_folder, t
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     text, folder = tiny_folder / "text.txt", tmp_path / "hf"
-    assert command(tools.export.main, trained, f"--out={folder}")[0] == 0
+    assert command(export.main, trained, f"--out={folder}")[0] == 0
     ours = loss_line(command, trained, text)
     assert loss_line(command, folder, text) == ours
     assert "context 16, stride 8" in ours
@@ -168,7 +168,7 @@ def test_without_a_run_or_its_validation_split_a_text_must_be_named(
 ):
     train_tiny(tmp_path / "run", val_fraction=0, max_steps=2)
     folder = tmp_path / "hf"
-    assert command(tools.export.main, trained_once, f"--out={folder}")[0] == 0
+    assert command(export.main, trained_once, f"--out={folder}")[0] == 0
     for run in (tmp_path / "run", folder):
         code, _, err = command(tools.evaluate.main, run, "--device=cpu")
         assert code == 2

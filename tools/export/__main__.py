@@ -4,7 +4,7 @@ hf            config.json, model.safetensors, tokenizer.json: for transformers, 
 onnx          model.onnx, with the KV cache as inputs and outputs: for onnxruntime, TensorRT
 torchscript   model.pt, the same graph: for torch.jit.load, also from C++
 torch_export  model.pt2, the same graph: for torch.export.load, AOTInductor
-Each is compared with the model's own logits before it is moved to --out.
+Every export is compared with the model's own logits before it is moved to --out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cli.command import run_command
 from cli.options import ConfigError, parse_options
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from data.tokenizer import Tokenizer
     from model.gpt import GPT
 
@@ -27,19 +27,19 @@ USAGE = "python -m tools.export RUN --format=hf|onnx|torchscript|torch_export [-
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What is made of which checkpoint, and where."""
+    """Format, destination and checkpoint."""
 
-    format: Annotated[Literal["hf", "onnx", "torchscript", "torch_export"], "what is made"] = "hf"
-    out: Annotated[str, "the folder to make; out/RUN-FORMAT unless given"] = ""
-    which: Annotated[str, "checkpoint: best, latest or a step; best if there is one"] = ""
+    format: Annotated[Literal["hf", "onnx", "torchscript", "torch_export"], "file format"] = "hf"
+    out: Annotated[str, "folder to create; default: out/RUN-FORMAT"] = ""
+    which: Annotated[str, "checkpoint: best, latest or a step; default: best if there is one"] = ""
 
 
 def main(argv: list[str]) -> int:
-    """Load, export into a temporary folder, verify, rename, say what was verified."""
+    """Load, export into a temporary folder, verify, rename, and print what was verified."""
     options, (run,) = parse_options(argv, ExportOptions, usage=USAGE, positionals=["RUN"])
     out = Path(options.out or f"out/{Path(run).resolve().name}-{options.format}")
     if out.exists():
-        raise ConfigError(f"out={out}: is there already; name another folder, or remove it")
+        raise ConfigError(f"out={out}: already exists; choose another folder, or remove it")
 
     import torch
 
@@ -49,40 +49,36 @@ def main(argv: list[str]) -> int:
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        said = export(model, tokenizer, options.format, partial)
-        make_readable(partial)
+        lines = export(model, tokenizer, options.format, partial)
+        # Some libraries create files that only their owner can read.
+        for path in (partial, *partial.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         os.rename(partial, out)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno:  # a write that fails does not say where
+        if isinstance(error, OSError) and error.errno:  # a failed write does not name its file
             error.filename = str(error.filename or out).replace(str(partial), str(out))
         raise
-    print("\n".join([*said, f"exported {run} to {out}"]).replace(str(partial), str(out)))
+    print("\n".join([*lines, f"exported {run} to {out}"]).replace(str(partial), str(out)))
     return 0
 
 
 def export(model: GPT, tokenizer: Tokenizer, kind: str, folder: Path) -> list[str]:
-    """Write one format into an empty folder and verify it; lines on what was verified."""
+    """Write one format into an empty folder and verify it; return lines on what was verified."""
     if kind == "hf":
-        from tools.export_hf import export_hf
+        from tools.export.huggingface import export_huggingface
 
-        return export_hf(model, tokenizer, folder)
+        return export_huggingface(model, tokenizer, folder)
     (folder / "tokenizer").mkdir()
     tokenizer.save(folder / "tokenizer")
     if kind == "onnx":
-        from tools.export_onnx import export_onnx
+        from tools.export.onnx import export_onnx
 
         return export_onnx(model, folder)
-    from tools.export_torch import export_torch_export, export_torchscript
+    from tools.export.graph import export_torch_export, export_torchscript
 
     write = export_torchscript if kind == "torchscript" else export_torch_export
     return write(model, folder)
-
-
-def make_readable(folder: Path) -> None:
-    """0644 for all files, 0755 for folders: some libraries write what only the owner can read."""
-    for path in [folder, *folder.rglob("*")]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 if __name__ == "__main__":

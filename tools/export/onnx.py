@@ -1,4 +1,4 @@
-"""ONNX: one file, checked, that TensorRT's parser and onnxruntime take."""
+"""ONNX: model.onnx, in operators that TensorRT supports, verified with onnxruntime."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from cli.options import ConfigError
 from model.config import ModelConfig
 from model.gpt import GPT
-from tools.export_graph import (
+from tools.export.graph import (
     ExportError,
     GraphGPT,
-    compare,
+    cache_names,
+    compare_graph,
+    dynamic_shapes,
     example_inputs,
-    input_names,
     make_cases,
-    output_names,
 )
 
 OPSET = 20  # the newest that TensorRT 10.0 reads
@@ -49,15 +49,15 @@ Tanh ThresholdedRelu Tile TopK Transpose Trilu Unsqueeze Upsample Where Xor
 
 
 def export_onnx(model: GPT, folder: Path) -> list[str]:
-    """Write model.onnx (and model.onnx.data beside it, for weights over 1.8 GB) into `folder`.
+    """Write model.onnx into `folder`, and model.onnx.data for weights over 1.8 GB.
 
-    Returns what to say: the error against the model's own logits, the operators, how to build a
+    Returns lines on the difference from the model's own logits, the operators, and how to build a
     TensorRT engine. Raises ExportError if the graph is wrong, ConfigError without the libraries.
     """
     try:
         import onnx
         import onnxruntime
-        import onnxscript  # noqa: F401 (torch's exporter writes with it)
+        import onnxscript  # noqa: F401 (torch's exporter needs it)
     except ImportError as error:
         raise ConfigError(
             f"format=onnx: pip install onnx onnxruntime onnxscript ({error})"
@@ -66,31 +66,33 @@ def export_onnx(model: GPT, folder: Path) -> list[str]:
     _write(GraphGPT(model), path)
     onnx.checker.check_model(str(path), full_check=True)  # with strict shape inference
     operators = _operators(path)
-    foreign = operators - set(TENSORRT_OPERATORS.split())
-    if foreign:
-        raise ExportError(f"the graph has operators that TensorRT lacks: {sorted(foreign)}")
+    unsupported = operators - set(TENSORRT_OPERATORS.split())
+    if unsupported:
+        raise ExportError(f"the graph has operators that TensorRT lacks: {sorted(unsupported)}")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
     def run(tokens: Tensor, past: Sequence[Tensor]) -> list[Tensor]:
         named = zip(input_names(config), (tokens, *past), strict=True)
-        found = session.run(None, {name: tensor.numpy() for name, tensor in named})
-        return [torch.from_numpy(array) for array in found]
+        outputs = session.run(None, {name: tensor.numpy() for name, tensor in named})
+        return [torch.from_numpy(array) for array in outputs]
 
     return [
-        f"onnxruntime: {compare(run, cases, config, LIMIT)}",
+        f"onnxruntime: {compare_graph(run, cases, config, LIMIT)}",
         f"opset {OPSET}, checked; operators, all TensorRT's: {' '.join(sorted(operators))}",
         f"for TensorRT: {trtexec_line(path, config)}",
     ]
 
 
+def input_names(config: ModelConfig) -> list[str]:
+    """Name the graph's inputs in order."""
+    return ["input_ids", *cache_names(config, "past_key_values")]
+
+
 def _write(graph: GraphGPT, path: Path) -> None:
     config = graph.model.config
-    batch, length, past = (torch.export.Dim(name) for name in ("batch", "length", "past"))
-    pasts = tuple({0: batch, 2: past} for _ in range(2 * config.n_layers))
-    size = 4 * graph.model.parameter_count()
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # notes to the exporter's own authors
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # notes for the exporter's own authors
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         torch.onnx.export(
@@ -98,11 +100,11 @@ def _write(graph: GraphGPT, path: Path) -> None:
             example_inputs(config),
             str(path),
             input_names=input_names(config),
-            output_names=output_names(config),
-            dynamic_shapes=({0: batch, 1: length}, pasts),
+            output_names=["logits", *cache_names(config, "present")],
+            dynamic_shapes=dynamic_shapes(config),
             opset_version=OPSET,
             dynamo=True,
-            external_data=size > ONE_FILE,
+            external_data=4 * graph.model.parameter_count() > ONE_FILE,
             verbose=False,
         )
 
@@ -110,24 +112,22 @@ def _write(graph: GraphGPT, path: Path) -> None:
 def _operators(path: Path) -> set[str]:
     import onnx
 
-    graph = onnx.load(str(path), load_external_data=False)
-    nodes = [*graph.graph.node, *(node for f in graph.functions for node in f.node)]
-    local = {f.name for f in graph.functions}
-    return {node.op_type for node in nodes} - local
+    model = onnx.load(str(path), load_external_data=False)
+    nodes = [*model.graph.node, *(node for f in model.functions for node in f.node)]
+    return {node.op_type for node in nodes} - {f.name for f in model.functions}
 
 
 def trtexec_line(path: Path, config: ModelConfig) -> str:
-    """The command that builds an engine from the graph; to be copied where TensorRT is."""
+    """Return the command that builds a TensorRT engine, to be run where TensorRT is installed."""
 
     def shapes(B: int, T: int, P: int) -> str:
         past = f"{B}x{config.n_kv_heads}x{P}x{config.d_head}"
-        names = input_names(config)
-        return ",".join([f"{names[0]}:{B}x{T}", *(f"{name}:{past}" for name in names[1:])])
+        tokens, *caches = input_names(config)
+        return ",".join([f"{tokens}:{B}x{T}", *(f"{name}:{past}" for name in caches)])
 
     C = config.context_length
-    least, most = shapes(1, 1, 0), shapes(4, C // 2, C // 2)
-    usual = shapes(1, 1, C // 4)
     return (
         f"trtexec --onnx={path} --saveEngine={path.with_suffix('.engine')} "
-        f"--minShapes={least} --optShapes={usual} --maxShapes={most}"
+        f"--minShapes={shapes(1, 1, 0)} --optShapes={shapes(1, 1, C // 4)} "
+        f"--maxShapes={shapes(4, C // 2, C // 2)}"
     )

@@ -1,0 +1,1 @@
+"""Export to Hugging Face, ONNX, TorchScript and torch.export: python -m tools.export RUN."""
