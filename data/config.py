@@ -7,15 +7,16 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-TIKTOKEN_NAMES = (
-    "gpt2",
-    "r50k_base",
-    "p50k_base",
-    "p50k_edit",
-    "cl100k_base",
-    "o200k_base",
-    "o200k_harmony",
-)
+# tiktoken's encodings and their numbers of ids; a table, since asking tiktoken may need a network.
+TIKTOKEN_SIZES = {
+    "gpt2": 50257,
+    "r50k_base": 50257,
+    "p50k_base": 50281,
+    "p50k_edit": 50284,
+    "cl100k_base": 100277,
+    "o200k_base": 200019,
+    "o200k_harmony": 201088,
+}
 SMALLEST_BPE = 257  # every byte and the end-of-text
 LARGEST_BPE = 1_000_000
 MOST_IDS = 1_000_000
@@ -111,7 +112,7 @@ class DataConfig:
 
 def tokenizer_problems(name: str) -> list[str]:
     """What is wrong with a tokenizer's name."""
-    if name in ("char", "byte", *TIKTOKEN_NAMES):
+    if name in ("char", "byte", *TIKTOKEN_SIZES):
         return []
     if re.fullmatch(r"(hf|run):.+", name):
         return []
@@ -128,7 +129,7 @@ def tokenizer_problems(name: str) -> list[str]:
             f"data.tokenizer={name}: bpe:N needs a vocabulary size N from {SMALLEST_BPE} to "
             f"{LARGEST_BPE}, such as bpe:4096"
         ]
-    known = ("char", "byte", "bpe:N", "ids:N", "hf:FOLDER", "run:RUN", *TIKTOKEN_NAMES)
+    known = ("char", "byte", "bpe:N", "ids:N", "hf:FOLDER", "run:RUN", *TIKTOKEN_SIZES)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     return [f"data.tokenizer={name} is unknown{hint}: use one of {', '.join(known)}"]

@@ -1,4 +1,9 @@
-"""Text to ids and back. A tokenizer is a table (the bytes of each id) and a way to encode."""
+"""Text to ids and back.
+
+A tokenizer is a table (the bytes of each id) and a function that encodes text. Characters, bytes,
+our own BPE, tiktoken and tokenizer.json all become the same `Tokenizer`; `ready_tokenizer` makes it
+by name, `load_tokenizer` from a folder.
+"""
 
 from __future__ import annotations
 
@@ -23,49 +28,27 @@ from cli.files import replace_file
 from cli.options import ConfigError
 from data.meta import DamagedData
 
-FILE = "plaingpt_tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-RANKS_FILE = "ranks.tiktoken"  # tiktoken's form: a token in base64 and its rank on each line
+FILE = "plaingpt_tokenizer.json"  # what kind of tokenizer a folder holds
+JSON_FILE = "tokenizer.json"  # Hugging Face's format
 CONFIG_FILE = "tokenizer_config.json"
-NETWORK_SECONDS = 10
-MOST_HOLES = 1 << 20  # ids of a vocabulary that belong to no token
-WHITE_CHARACTERS = 1 << 17
-
-TIKTOKEN_HOST = "https://openaipublic.blob.core.windows.net/"
-TIKTOKEN_FILES = {
-    "gpt2": ("gpt-2/encodings/main/vocab.bpe", "gpt-2/encodings/main/encoder.json"),
-    "r50k_base": ("encodings/r50k_base.tiktoken",),
-    "p50k_base": ("encodings/p50k_base.tiktoken",),
-    "p50k_edit": ("encodings/p50k_base.tiktoken",),
-    "cl100k_base": ("encodings/cl100k_base.tiktoken",),
-    "o200k_base": ("encodings/o200k_base.tiktoken",),
-    "o200k_harmony": ("encodings/o200k_base.tiktoken",),
-}
-COMMON_EOTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-
-
-# Ids of the encodings that tiktoken knows by name; a table, since asking it may need the network.
-TIKTOKEN_SIZES = {
-    "gpt2": 50257,
-    "r50k_base": 50257,
-    "p50k_base": 50281,
-    "p50k_edit": 50284,
-    "cl100k_base": 100277,
-    "o200k_base": 200019,
-    "o200k_harmony": 201088,
-}
+RANKS_FILE = "ranks.tiktoken"  # tiktoken's format: per line a token in base64 and its rank
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """`table[i]` holds the bytes that id i stands for; none for the end-of-text and other specials.
+    """`table[i]` holds the bytes of id i; empty for the end-of-text and other special tokens.
 
-    eot: the id that follows each document in the data. encode_array: text -> (n,) integer array,
-    special tokens' text being plain text. special: text of special tokens -> id. files: what
-    `save` writes, name -> content. bos: ids at the start of each document. ends: the ids that end a
-    sample, if there are others than eot. encode_special: text -> ids, with special tokens, where
-    that is not a matter of cutting them out. spells: whether ids stand for bytes of text. lossy:
-    whether decoding may give another text.
+    eot: the id that follows each document in the data, if there is one.
+    encode_array: text -> (n,) integer array. Text that looks like a special token is plain text, so
+        that a document which mentions "<|endoftext|>" does not end there.
+    special: special tokens, text -> id.
+    files: what `save` writes, name -> content.
+    bos: ids at the start of each document.
+    ends: the ids that end a sample, if there are others than eot.
+    encode_special: text -> ids with special tokens recognized, unless splitting at them is enough.
+    spells: False if ids do not stand for bytes of text.
+    lossy: True if decoding may give another text.
     """
 
     name: str
@@ -86,63 +69,63 @@ class Tokenizer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Every id that ends a sample."""
-        own = () if self.eot is None or self.eot in self.ends else (self.eot,)
-        return (*self.ends, *own)
+        """All ids that end a sample."""
+        return (*self.ends, *({self.eot} - {None, *self.ends}))
 
     @property
     def between(self) -> tuple[int, ...]:
-        """`bos` for a document that follows another: nothing where the end-of-text is the bos, for
-        it stands there already."""
+        """Ids between the end-of-text of one document and the next document: `bos`, unless it is
+        the end-of-text, which is there already."""
         return () if self.bos == (self.eot,) else self.bos
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a text; the text of special tokens is plain text unless `special`."""
+        """Return the ids of a text; with `special`, special tokens in it are recognized."""
         if not special or not self.special:
             return self.encode_array(text).tolist()
         if self.encode_special is not None:
             return self.encode_special(text)
-        names = sorted(self.special, key=len, reverse=True)
+        names = sorted(self.special, key=len, reverse=True)  # the longest that fits wins
         ids: list[int] = []
         for part in re.split("(" + "|".join(map(re.escape, names)) + ")", text):
             is_special = part in self.special
             ids += [self.special[part]] if is_special else self.encode_array(part).tolist()
         return ids
 
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes that the ids stand for. Raises ValueError for an id that is none of ours."""
-        return b"".join(self.bytes_of(int(i)) for i in ids)
-
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of one id. Raises ValueError for an id outside the vocabulary."""
+        """Return the bytes of one id. Raises ValueError for an id outside the vocabulary."""
         if not 0 <= token < len(self.table):
             raise ValueError(f"id {token} is outside the vocabulary of {len(self.table)} ids")
         return self.table[token]
 
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Return the bytes of the ids. Raises ValueError for an id outside the vocabulary."""
+        return b"".join(self.bytes_of(int(i)) for i in ids)
+
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; bytes that are no UTF-8 become U+FFFD, an end-of-text nothing."""
+        """Return the text of the ids; invalid UTF-8 becomes U+FFFD, special tokens disappear."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def unused_ids(self, n_ids: int) -> list[int]:
-        """The ids below n_ids that belong to no token: holes, and a vocabulary padded to n_ids."""
+        """Return the ids below n_ids, the size of the model's vocabulary, that are no token:
+        holes in the table, and padding after it."""
         used = set(self.special.values())
         holes = [i for i, piece in enumerate(self.table[:n_ids]) if not piece and i not in used]
         return [*holes, *range(len(self.table), n_ids)]
 
     def byte_lengths(self) -> np.ndarray:
-        """(vocab_size,) int64: how many bytes each id stands for."""
+        """Return the number of bytes of text per id, (vocab_size,) int64."""
         return np.array([len(piece) * self.spells for piece in self.table], dtype=np.int64)
 
     def save(self, folder: Path) -> None:
-        """Write the small plain files from which `load_tokenizer` reads it back."""
+        """Write the text files that `load_tokenizer` reads."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             (folder / name).write_text(content, encoding="utf-8", newline="\n")
 
 
 class StreamDecoder:
-    """Decodes ids one by one, giving only complete characters; the same text as `decode`, less
-    the first `skip` characters (of `prompt_ids`)."""
+    """Decode ids one by one into complete characters: together the text of `decode`, without the
+    first `skip` characters (see `prompt_ids`)."""
 
     def __init__(self, tokenizer: Tokenizer, skip: int = 0) -> None:
         self._tokenizer = tokenizer
@@ -150,98 +133,101 @@ class StreamDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The characters that this id completes."""
+        """Return the characters that this id completes; none if it ends inside one."""
         text = self._decoder.decode(self._tokenizer.bytes_of(int(token)))
         skipped = min(self._skip, len(text))
         self._skip -= skipped
         return text[skipped:]
 
     def finish(self) -> str:
-        """What is left: U+FFFD if the ids ended inside a character."""
+        """Return U+FFFD if the ids ended inside a character, else an empty string."""
         return self._decoder.decode(b"", final=True)
 
 
-# By name, or from a folder
+# Choosing one: by name, or from a folder. A new kind needs a branch in both.
 
 
 def ready_tokenizer(name: str) -> Tokenizer | None:
-    """The tokenizer of this name; None if it is made from the text (char, bpe:N).
+    """Return the tokenizer of this name; None if it is made from the text (char, bpe:N).
 
-    Raises ConfigError if somebody else's is not to be had.
+    Raises ConfigError if it cannot be found, read or fetched.
     """
-    if name == "char" or name.startswith("bpe:"):
+    kind, _, rest = name.partition(":")
+    if kind in ("char", "bpe"):
         return None
-    if name == "byte":
+    if kind == "byte":
         return byte_tokenizer()
-    if name.startswith("ids:"):
-        return ids_tokenizer(int(name.removeprefix("ids:")))
-    if name.startswith("hf:"):
-        return hf_from_folder(name.removeprefix("hf:"))
-    if name.startswith("run:"):
-        return load_tokenizer(_folder_of_run(name.removeprefix("run:")))
+    if kind == "ids":
+        return ids_tokenizer(int(rest))
+    if kind == "hf":
+        return hf_from_folder(rest)
+    if kind == "run":
+        return load_tokenizer(_folder_in_run(rest))
     return tiktoken_by_name(name)
 
 
-def _folder_of_run(run: str) -> Path:
-    """The tokenizer's folder in a checkpoint, or in the newest one of a run: all have the same."""
+def _folder_in_run(run: str) -> Path:
+    """Return the tokenizer folder of a checkpoint, or of the newest checkpoint of a run."""
     path = Path(run).expanduser()
     steps = sorted(path.glob("checkpoints/step-*/tokenizer"), key=lambda p: (len(str(p)), str(p)))
     found = [folder for folder in (path / "tokenizer", *steps) if (folder / FILE).is_file()]
     if not found:
-        raise ConfigError(f"data.tokenizer=run:{run}: no checkpoint with a tokenizer there")
+        raise ConfigError(f"data.tokenizer=run:{run}: holds no checkpoint with a tokenizer")
     return found[-1]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `save` wrote into this folder, or a Hugging Face tokenizer.json.
+    """Return the tokenizer that `save` wrote to this folder, or that of a Hugging Face folder.
 
-    Touches no network. Raises ConfigError if there is none, DamagedData if it cannot be read.
+    Uses no network. Raises ConfigError if there is none, DamagedData if it cannot be read.
     """
+
+    def text(name: str) -> str:
+        return (folder / name).read_text(encoding="utf-8")
+
     try:
-        return _load(Path(folder))
+        if not (folder / FILE).is_file():
+            return hf_from_folder(folder)
+        about = json.loads(text(FILE))
+        kind = about.pop("kind")
+        if kind == "char":
+            return char_tokenizer(about["alphabet"], about["eot"])
+        if kind == "byte":
+            return byte_tokenizer()
+        if kind == "ids":
+            return ids_tokenizer(about["size"])
+        if kind == "bpe":
+            return own_bpe(about["name"], text(JSON_FILE))
+        if kind == "hf":
+            ends = about.get("ends", ())
+            return hf_from_json(about["name"], text(JSON_FILE), text(CONFIG_FILE), ends)
+        return tiktoken_from_ranks(about, text(RANKS_FILE))
+    except (ConfigError, PermissionError):
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError) as error:
-        if isinstance(error, (ConfigError, PermissionError)):
-            raise
         raise DamagedData(f"{folder}: the tokenizer cannot be read ({error!r})") from error
 
 
-def _load(folder: Path) -> Tokenizer:
-    if not (folder / FILE).is_file():
-        return hf_from_folder(str(folder))
-    about = json.loads(_text(folder, FILE))
-    kind = about.pop("kind")
-    if kind == "char":
-        return char_tokenizer(about["alphabet"], about["eot"])
-    if kind == "byte":
-        return byte_tokenizer()
-    if kind == "ids":
-        return ids_tokenizer(about["size"])
-    if kind == "bpe":
-        return own_bpe(about["name"], _text(folder, JSON_FILE))
-    if kind == "hf":
-        config, content = _text(folder, CONFIG_FILE), _text(folder, JSON_FILE)
-        return hf_from_json(about["name"], content, config, about.get("ends", ()))
-    return tiktoken_from_ranks(about, _text(folder, RANKS_FILE))
-
-
-def _text(folder: Path, name: str) -> str:
-    return (folder / name).read_text(encoding="utf-8")
+def _described(kind: str, **about) -> str:
+    """Return the content of FILE."""
+    return json.dumps({"kind": kind, **about}, indent=1)
 
 
 # Prompts
 
 
 def check_ids(ids: Sequence[int], n_ids: int, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError for an id that a model of n_ids ids does not know."""
+    """Raise ConfigError if an id is not in the model's vocabulary of n_ids ids."""
     if ids and max(ids) >= n_ids:
         raise ConfigError(
-            f"the text has id {max(ids)}, the model knows {n_ids} ids: the tokenizer "
-            f"{tokenizer.name} ({tokenizer.vocab_size} ids) is another model's"
+            f"the text contains id {max(ids)}, but the model has only {n_ids} ids: the tokenizer "
+            f"{tokenizer.name} ({tokenizer.vocab_size} ids) belongs to another model"
         )
 
 
 def start_ids(tokenizer: Tokenizer) -> list[int]:
-    """What an empty prompt starts from: the document start, the end-of-text, a newline or id 0."""
+    """Return the ids that replace an empty prompt: the document start, the end-of-text (a document
+    follows it), a newline or id 0."""
     if tokenizer.bos:
         return list(tokenizer.bos)
     if tokenizer.eot is not None:
@@ -252,20 +238,20 @@ def start_ids(tokenizer: Tokenizer) -> list[int]:
 def prompt_ids(
     tokenizer: Tokenizer, prompt: str, n_ids: int, special: bool = False
 ) -> tuple[list[int], list[int], int]:
-    """How to continue a prompt: its ids, the ids that may come first, and how many characters of
-    the prompt those spell again; ([...], [], 0) where any id may come.
+    """Return (ids of the prompt, ids that may come next, characters of the prompt that those
+    repeat); any id may come next if the second is empty.
 
-    A BPE joins a space to the word after it, so after a space of its own it expects what is never
-    joined to one. A prompt that ends in white space is therefore taken back to the token before,
-    and goes on with a token that begins with this white space.
+    A BPE joins a space to the word after it, so in training a lone space is never followed by a
+    word. A prompt that ends in white space is therefore shortened by its last token, and the next
+    token must begin with that white space.
 
-    n_ids: how many ids the model knows. special: whether the text of special tokens in the prompt
-    stands for them. Raises ConfigError for an id that the model does not know.
+    n_ids: size of the model's vocabulary. special: recognize special tokens in the prompt. Raises
+    ConfigError for an id that the model does not have.
     """
     ids, bos = tokenizer.encode(prompt, special), list(tokenizer.bos)
     if not ids:
         ids, bos = start_ids(tokenizer), []
-    if special and ids[: len(bos)] == bos:  # typed already
+    if special and ids[: len(bos)] == bos:  # the prompt spells it already
         bos = []
     check_ids(bos + ids, n_ids, tokenizer)
     last = tokenizer.bytes_of(ids[-1])
@@ -276,28 +262,23 @@ def prompt_ids(
     return bos + ids, [], 0
 
 
-# Tokenizers of our own
-
-
-def described(kind: str, **about) -> str:
-    """The content of the file that says which kind of tokenizer a folder holds."""
-    return json.dumps({"kind": kind, **about}, indent=1)
+# Bytes and characters
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 the end-of-text."""
+    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end-of-text."""
     return Tokenizer(
         name="byte",
         table=[bytes([b]) for b in range(256)] + [b""],
         eot=256,
         encode_array=lambda text: np.frombuffer(text.encode("utf-8"), dtype=np.uint8),
         special={END_OF_TEXT: 256},
-        files={FILE: described("byte")},
+        files={FILE: _described("byte")},
     )
 
 
 def char_tokenizer(alphabet: str, with_eot: bool) -> Tokenizer:
-    """One id for each character of `alphabet` (distinct, sorted); the end-of-text comes last."""
+    """One id per character of `alphabet` (distinct, sorted); the end-of-text comes last."""
     codes = code_points(alphabet)
     id_of = np.full(0x110000, -1, dtype=np.int64)
     id_of[codes] = np.arange(len(codes))
@@ -314,58 +295,77 @@ def char_tokenizer(alphabet: str, with_eot: bool) -> Tokenizer:
         eot=len(alphabet) if with_eot else None,
         encode_array=encode,
         special={END_OF_TEXT: len(alphabet)} if with_eot else {},
-        files={FILE: described("char", alphabet=alphabet, eot=with_eot)},
+        files={FILE: _described("char", alphabet=alphabet, eot=with_eot)},
     )
 
 
-def lost_bytes(text: str, spelled: str) -> int:
-    """Bytes of the characters that `spelled`, a text encoded and decoded, has fewer of than `text`.
+def code_points(text: str) -> np.ndarray:
+    """Return the code point of each character, (n,) uint32."""
+    return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
 
-    Where they stand is not compared: no tokenizer moves characters.
-    """
+
+def unknown_characters(counts: Mapping[str, int], alphabet: str) -> ConfigError:
+    """Return the error for characters that are not in the alphabet; counts: those of the text."""
+    unknown = sorted(set(counts) - set(alphabet))
+    shown = ", ".join(
+        f"{c!r} (U+{ord(c):04X}) {'once' if counts[c] == 1 else f'{counts[c]:,} times'}"
+        for c in unknown[:10]
+    )
+    more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
+    return ConfigError(
+        f"the char tokenizer does not know {shown}{more}: its {len(alphabet)} characters are "
+        f"{alphabet[:60]!r}{'...' if len(alphabet) > 60 else ''}; remove the unknown ones from the "
+        "text, or train with --tokenizer=byte or bpe:N, which know every character"
+    )
+
+
+def lost_bytes(text: str, decoded: str) -> int:
+    """Return the bytes of the characters that `decoded`, a text after encoding and decoding, has
+    fewer of than `text`. Positions are not compared: no tokenizer moves characters."""
     missing = np.bincount(code_points(text), minlength=0x110000)
-    missing -= np.bincount(code_points(spelled), minlength=0x110000)
+    missing -= np.bincount(code_points(decoded), minlength=0x110000)
     codes = np.flatnonzero(missing > 0)
-    widths = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)
-    return int((missing[codes] * widths).sum())
+    utf8_lengths = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)
+    return int((missing[codes] * utf8_lengths).sum())
 
 
-# Ids that are no text
-
+# Ids that are not text: music, molecules, moves. Until they are encoded they are text with one
+# character per id, so that they are cut, split and sent to worker processes as text is.
 
 FIRST_CHARACTER = 0x3400  # beyond digits and white space
-SURROGATES = range(0xD800, 0xE000)
+SURROGATES = range(0xD800, 0xE000)  # code points that are not characters
 
 
 def ids_tokenizer(size: int) -> Tokenizer:
-    """Ids that somebody made of music, molecules, moves ...: 0 to size - 1, written as numbers.
-
-    On their way through preparation ids are text of one character each (`characters_of`), so that
-    they are cut, split and dealt to processes as text is.
-    """
+    """Ids from 0 to size - 1, as the characters of `characters_of` or written as numbers."""
 
     def encode(text: str) -> np.ndarray:
         codes = code_points(text).astype(np.int64)
         if len(codes) and codes.min() >= FIRST_CHARACTER:
-            ids = codes - FIRST_CHARACTER - len(SURROGATES) * (codes >= SURROGATES.stop)
-        else:
-            ids = ids_of(text, size, f"tokenizer ids:{size}")
-        return ids
+            return codes - FIRST_CHARACTER - len(SURROGATES) * (codes >= SURROGATES.stop)
+        return ids_of(text, size, f"tokenizer ids:{size}")
 
     return Tokenizer(
         name=f"ids:{size}",
         table=[f" {token}".encode() for token in range(size)],
         eot=None,
         encode_array=encode,
-        files={FILE: described("ids", size=size)},
+        files={FILE: _described("ids", size=size)},
         spells=False,
     )
 
 
-def ids_of(value: str | list, size: int, name: str, first: int = 0) -> np.ndarray:
-    """(n,) int64: whole numbers from 0 to size - 1, as text or in a list.
+def characters_of(ids: np.ndarray) -> str:
+    """Return one character per id; the inverse of the encoding above."""
+    codes = ids + FIRST_CHARACTER
+    codes = codes + len(SURROGATES) * (codes >= SURROGATES.start)
+    return codes.astype("<u4").tobytes().decode("utf-32-le")
 
-    Raises ConfigError with the place of one that is not; it is counted from `first` on.
+
+def ids_of(value: str | list, size: int, name: str, first: int = 0) -> np.ndarray:
+    """Return whole numbers from 0 to size - 1, given as text or as a list, as (n,) int64.
+
+    Raises ConfigError with the position, counted from `first`, of anything else.
     """
     numbers = value.split() if isinstance(value, str) else value
     numbers = numbers if isinstance(numbers, list) else [numbers]
@@ -375,50 +375,23 @@ def ids_of(value: str | list, size: int, name: str, first: int = 0) -> np.ndarra
             is_id = number.isascii() and number.isdigit() and len(number) < 10
         if not is_id or not 0 <= int(number) < size:
             raise ConfigError(
-                f"{name}: token {first + at} is {str(number)[:40]!r}, not a whole number from 0 to "
-                f"{size - 1}, as data.tokenizer=ids:{size} says"
+                f"{name}: token {first + at} is {str(number)[:40]!r}, but "
+                f"data.tokenizer=ids:{size} allows whole numbers from 0 to {size - 1}"
             )
     return np.array([int(number) for number in numbers], dtype=np.int64)
 
 
-def characters_of(ids: np.ndarray) -> str:
-    """One character for each id; the tokenizer of `ids_tokenizer` takes them back to ids."""
-    codes = ids + FIRST_CHARACTER
-    codes = codes + len(SURROGATES) * (codes >= SURROGATES.start)
-    return codes.astype("<u4").tobytes().decode("utf-32-le")
-
-
-def code_points(text: str) -> np.ndarray:
-    """(n,) uint32: the code point of each character."""
-    return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-
-
-def unknown_characters(counts: Mapping[str, int], alphabet: str) -> ConfigError:
-    """The error for characters that a char tokenizer has never seen. counts: of a text."""
-    unknown = sorted(set(counts) - set(alphabet))
-    shown = ", ".join(f"{c!r} (U+{ord(c):04X}) {_times(counts[c])}" for c in unknown[:10])
-    more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
-    return ConfigError(
-        f"the char tokenizer does not know {shown}{more}: its {len(alphabet)} characters are "
-        f"{alphabet[:60]!r}{'...' if len(alphabet) > 60 else ''}; leave the unknown ones out, or "
-        "train with --tokenizer=byte or bpe:N, which know every character"
-    )
-
-
-def _times(n: int) -> str:
-    return "once" if n == 1 else f"{n:,} times"
-
-
-# Our own byte-level BPE: trained by `tokenizers`, kept as tokenizer.json, encoded by tiktoken.
+# Our own byte-level BPE (Sennrich et al. 2016; on bytes: Radford et al. 2019): trained by
+# `tokenizers`, saved as tokenizer.json, encoded by tiktoken, which is faster.
 
 GIANT_WORD = 1000
-JSON_FILE = "tokenizer.json"  # Hugging Face's form
 
-# How text is cut before BPE: GPT-4's rules, but white space after the end of a line goes with the
-# line break, and both with the punctuation before them: ":" and the indentation of what follows
-# are one piece, which makes source code 6% shorter. Spelled so that the regex engines of tiktoken
-# and of `tokenizers` agree. Runs beside something that looks ahead are bounded: on a million spaces
-# tiktoken's engine would overflow its stack.
+# The pattern that cuts text into words, which are never merged with each other. It has GPT-4's
+# rules, except that white space after the end of a line stays with the line break, and both with
+# the punctuation before them: ":" and the indentation of the next line are one word, which makes
+# Python code 6% shorter. It is spelled so that the regex engines of tiktoken and of `tokenizers`
+# agree. Repetitions next to a look-ahead are bounded: on a million spaces tiktoken's engine would
+# overflow its stack.
 SPLIT_PATTERN = (
     r"'(?:[sdmtSDMT]|[lL][lL]|[vV][eE]|[rR][eE])"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -430,9 +403,9 @@ SPLIT_PATTERN = (
 
 
 def train_bpe(name: str, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE of at most vocab_size ids, the last of them the end-of-text.
+    """Train a byte-level BPE of at most vocab_size ids, the last of them the end-of-text.
 
-    It has fewer where the texts hold too few pairs to merge.
+    It has fewer ids if the texts hold too few pairs to merge.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Trained
@@ -456,7 +429,7 @@ def train_bpe(name: str, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
 
 
 def _without_giant_words(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, cut up where they hold a giant word: training takes its length squared."""
+    """Cut texts that hold a giant word: training takes time quadratic in its length."""
     for text in texts:
         longest = max(map(len, text.split()), default=0)
         if longest > GIANT_WORD or "\n" * GIANT_WORD in text:
@@ -466,54 +439,82 @@ def _without_giant_words(texts: Iterable[str]) -> Iterator[str]:
 
 
 def own_bpe(name: str, tokenizer_json: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json that `train_bpe` made, encoding through tiktoken."""
+    """Return the tokenizer of a tokenizer.json that `train_bpe` made."""
     about = json.loads(tokenizer_json)
-    vocabulary = about["model"]["vocab"]
     pattern = about["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]  # not today's
     to_byte = byte_of_character()
-    table = [b""] * len(vocabulary)
-    for characters, token in vocabulary.items():
-        table[token] = bytes(to_byte[c] for c in characters)
-    encoding = encoding_of(name, pattern, {piece: i for i, piece in enumerate(table)})
-    return Tokenizer(
-        name=name,
-        table=[*table, b""],
-        eot=len(table),
-        encode_array=lambda text: encoding.encode_to_numpy(text, disallowed_special=()),
-        special={END_OF_TEXT: len(table)},
-        files={FILE: described("bpe", name=name), JSON_FILE: tokenizer_json},
-    )
+    ranks = {bytes(to_byte[c] for c in t): i for t, i in about["model"]["vocab"].items()}
+    files = {FILE: _described("bpe", name=name), JSON_FILE: tokenizer_json}
+    return _bpe(name, pattern, ranks, len(ranks) + 1, {END_OF_TEXT: len(ranks)}, files)
 
 
-def encoding_of(name: str, pattern: str, ranks: dict[bytes, int]) -> Any:
-    """A tiktoken.Encoding that knows no special tokens, so that their text is plain text."""
+def _bpe(
+    name: str,
+    pattern: str,
+    ranks: dict[bytes, int],
+    n_ids: int,
+    special: dict[str, int],
+    files: dict[str, str],
+    max_spaces: int | None = None,
+) -> Tokenizer:
+    """Return a BPE encoded by tiktoken. max_spaces: see WHITE_CHARACTERS."""
     import tiktoken
 
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    # It knows no special tokens, so that their text is plain text.
+    encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    table = [b""] * n_ids
+    for piece, rank in ranks.items():
+        table[rank] = piece
+
+    def encode(text: str) -> np.ndarray:
+        size = max_spaces or len(text) + 1
+        blocks = [text[at : at + size] for at in range(0, len(text), size)]
+        if not any(block.isspace() for block in blocks[:-1]):
+            blocks = [text]
+        ids = [encoding.encode_to_numpy(block, disallowed_special=()) for block in blocks]
+        return ids[0] if len(ids) == 1 else np.concatenate(ids)
+
+    return Tokenizer(name, table, special[END_OF_TEXT], encode, special, files)
 
 
 def byte_of_character() -> dict[str, int]:
-    """The byte that each character of GPT-2's printable byte alphabet stands for."""
+    """Return the byte of each character of GPT-2's alphabet, which has a printable character per
+    byte, so that a vocabulary can be written as text."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
-# tiktoken's encodings
+# tiktoken's encodings, by name
+
+NETWORK_SECONDS = 10
+WHITE_CHARACTERS = 1 << 17  # a longer run of white space would overflow the stack of its regex
+TIKTOKEN_HOST = "https://openaipublic.blob.core.windows.net/"
+
+
+def tiktoken_files(name: str) -> list[str]:
+    """Return the addresses of the files that tiktoken downloads for an encoding."""
+    if name == "gpt2":
+        folder = "gpt-2/encodings/main/"
+        return [TIKTOKEN_HOST + folder + file for file in ("vocab.bpe", "encoder.json")]
+    base = {"p50k_edit": "p50k_base", "o200k_harmony": "o200k_base"}.get(name, name)
+    return [f"{TIKTOKEN_HOST}encodings/{base}.tiktoken"]
 
 
 def tiktoken_by_name(name: str) -> Tokenizer:
-    """A tiktoken encoding. Without it in the cache and a network: ConfigError, at once."""
+    """Return a tiktoken encoding. Raises ConfigError if it is neither cached nor downloadable."""
     import tiktoken
 
-    for file in TIKTOKEN_FILES[name]:
-        _fetch_once(name, TIKTOKEN_HOST + file)
+    named = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+    cache = Path(named or Path(tempfile.gettempdir(), "data-gym-cache"))
+    for address in tiktoken_files(name):
+        _fetch_once(name, address, cache / hashlib.sha1(address.encode()).hexdigest())
     try:
         encoding = tiktoken.get_encoding(name)
     except Exception as error:
         raise ConfigError(
             f"data.tokenizer={name}: tiktoken cannot load it ({error}): delete the damaged file in "
-            f"{_tiktoken_cache()} and fetch it again"
+            f"{cache} and run the command again"
         ) from error
     ranks = encoding._mergeable_ranks.items()
     lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for piece, rank in ranks]
@@ -526,39 +527,8 @@ def tiktoken_by_name(name: str) -> Tokenizer:
     return tiktoken_from_ranks(about, "".join(lines))
 
 
-def tiktoken_from_ranks(about: dict, ranks_text: str) -> Tokenizer:
-    """The tokenizer of saved ranks; needs neither network nor cache."""
-    pairs = [line.split() for line in ranks_text.splitlines()]
-    ranks = {base64.b64decode(piece): int(rank) for piece, rank in pairs}
-    encoding = encoding_of(about["name"], about["pattern"], ranks)
-    table = [b""] * about["vocab_size"]
-    for piece, rank in ranks.items():
-        table[rank] = piece
-
-    def encode(text: str) -> np.ndarray:
-        blocks = [encoding.encode_to_numpy(b, disallowed_special=()) for b in _blocks(text)]
-        return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-
-    special = about["special"]
-    files = {FILE: described("tiktoken", **about), RANKS_FILE: ranks_text}
-    return Tokenizer(about["name"], table, special[END_OF_TEXT], encode, special, files)
-
-
-def _blocks(text: str) -> list[str]:
-    """The text whole, unless it holds a run of white space on which tiktoken's regex overflows."""
-    starts = range(0, len(text), WHITE_CHARACTERS)
-    blocks = [text[at : at + WHITE_CHARACTERS] for at in starts]
-    return blocks if any(block.isspace() for block in blocks[:-1]) else [text]
-
-
-def _tiktoken_cache() -> Path:
-    named = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    return Path(named or Path(tempfile.gettempdir(), "data-gym-cache"))
-
-
-def _fetch_once(name: str, address: str) -> None:
-    """Put a file where tiktoken looks for it: tiktoken itself would try for minutes."""
-    path = _tiktoken_cache() / hashlib.sha1(address.encode()).hexdigest()
+def _fetch_once(name: str, address: str, path: Path) -> None:
+    """Download a file to where tiktoken looks for it: tiktoken itself would retry for minutes."""
     if path.exists():
         return
     try:
@@ -566,22 +536,34 @@ def _fetch_once(name: str, address: str) -> None:
             content = response.read()
     except OSError as error:
         raise ConfigError(
-            f"data.tokenizer={name}: {address} cannot be fetched ({error}): fetch it elsewhere and "
-            f"put it at {path} (the folder is TIKTOKEN_CACHE_DIR's), or use --tokenizer=bpe:N, "
-            "which needs no network"
+            f"data.tokenizer={name}: {address} cannot be downloaded ({error}): download it on "
+            f"another machine and put it at {path} (TIKTOKEN_CACHE_DIR sets the folder), or use "
+            "--tokenizer=bpe:N, which needs no network"
         ) from None
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, content)
 
 
+def tiktoken_from_ranks(about: dict, ranks_text: str) -> Tokenizer:
+    """Return the tokenizer of saved ranks; needs neither network nor cache."""
+    pairs = [line.split() for line in ranks_text.splitlines()]
+    ranks = {base64.b64decode(piece): int(rank) for piece, rank in pairs}
+    files = {FILE: _described("tiktoken", **about), RANKS_FILE: ranks_text}
+    name, pattern, n_ids = about["name"], about["pattern"], about["vocab_size"]
+    return _bpe(name, pattern, ranks, n_ids, about["special"], files, WHITE_CHARACTERS)
+
+
 # Hugging Face's tokenizer.json
 
+MAX_HOLES = 1 << 20  # ids in a vocabulary that belong to no token
+COMMON_EOTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
-def hf_from_folder(folder: str) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder. Raises ConfigError if there is none."""
+
+def hf_from_folder(folder: str | Path) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face folder. Raises ConfigError if there is none."""
     path = Path(folder).expanduser()
     if not (path / JSON_FILE).is_file():
-        raise ConfigError(f"data.tokenizer=hf:{folder}: there is no {path / JSON_FILE}")
+        raise ConfigError(f"data.tokenizer=hf:{folder}: {path / JSON_FILE} does not exist")
     config = path / CONFIG_FILE
     config_text = config.read_text(encoding="utf-8") if config.is_file() else "{}"
     content = (path / JSON_FILE).read_text(encoding="utf-8")
@@ -589,12 +571,12 @@ def hf_from_folder(folder: str) -> Tokenizer:
 
 
 def _end_ids(folder: Path) -> list[int]:
-    """The ids that end a text according to the model's own files, as transformers reads them."""
+    """Return the ids that end a text by the model's own files, as transformers reads them."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if not path.is_file():
             continue
-        found = _object(path.read_bytes(), str(path)).get("eos_token_id")
+        found = _json_object(path.read_bytes(), path).get("eos_token_id")
         if found is not None:
             ids = found if isinstance(found, list) else [found]
             if not all(type(i) is int and i >= 0 for i in ids):
@@ -603,8 +585,8 @@ def _end_ids(folder: Path) -> list[int]:
     return []
 
 
-def _object(text: str | bytes, name: str) -> dict[str, Any]:
-    """A JSON object. Raises ConfigError, by the file's name, for anything else."""
+def _json_object(text: str | bytes, name: object) -> dict[str, Any]:
+    """Parse a JSON object. Raises ConfigError with the file's name for anything else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -614,76 +596,55 @@ def _object(text: str | bytes, name: str) -> dict[str, Any]:
     return found
 
 
-def opening_ids(tokenizer_json: str) -> list[int]:
-    """The ids that the tokenizer's post-processor puts before a text.
-
-    transformers heeds it alone: not the config's `add_bos_token`.
-    """
-    return _opening(_object(tokenizer_json, JSON_FILE).get("post_processor") or {})
-
-
-def _opening(processor: dict[str, Any]) -> list[int]:
-    kind = processor.get("type")
-    if kind == "Sequence":  # after the first that adds something, the others see no single text
-        return next(filter(None, map(_opening, processor["processors"])), [])
-    if kind in ("BertProcessing", "RobertaProcessing"):
-        return [processor["cls"][1]]
-    found: list[int] = []
-    for piece in processor["single"] if kind == "TemplateProcessing" else ():
-        if "SpecialToken" not in piece:
-            break
-        found += processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
-    return found
-
-
 def hf_from_json(
     name: str, tokenizer_json: str, config_text: str = "{}", ends: Sequence[int] = ()
 ) -> Tokenizer:
-    """The tokenizer of a tokenizer.json; its end-of-text is the eos_token of the config.
+    """Return the tokenizer of a tokenizer.json; its end-of-text is the eos_token of the config.
 
-    ends: the ids that end a text, if the model's files tell.
+    ends: the ids that end a text by the model's files, if they name any.
     """
-    loaded = _loaded(name, tokenizer_json)
+    loaded = _library_tokenizer(name, tokenizer_json)
     table, eot = _table(loaded), _eot(loaded, config_text, ends)
-    special = _special(loaded, eot)
+    # A vocabulary with every byte decodes to the same text, unless a normalizer changed it before.
+    has_bytes = {bytes([b]) for b in range(256)} <= set(table)
+    added = loaded.get_added_tokens_decoder()
+    special = {token.content: i for i, token in added.items() if token.special}
+    end = None if eot is None else loaded.id_to_token(eot)
+    if end is not None and (eot in added or end in COMMON_EOTS):  # special even if not marked so
+        special[end] = eot
     for token in special.values():
         table[token] = b""
-    plain = _loaded(name, _without_names(tokenizer_json, special))
+    about = _json_object(tokenizer_json, JSON_FILE)
+    bos = _opening(about.get("post_processor") or {})
+    plain = _library_tokenizer(name, _without_special(about, special))
 
     def encode(text: str) -> np.ndarray:
         try:
             return np.array(plain.encode(text, add_special_tokens=False).ids, dtype=np.int64)
         except Exception as error:  # a WordLevel without an unknown token
-            raise _not_encoded(name, text, table, error) from None
-
-    def encode_special(text: str) -> list[int]:
-        return loaded.encode(text, add_special_tokens=False).ids
+            known = b"".join(table).decode("utf-8", errors="replace")
+            if set(text) - set(known):
+                raise unknown_characters(Counter(text), known) from None
+            raise ConfigError(f"tokenizer {name}: cannot encode the text: {error}") from None
 
     others = tuple(ends) if set(ends) - {eot} else ()
-    about = described("hf", name=name, **({"ends": others} if others else {}))
+    described = _described("hf", name=name, **({"ends": others} if others else {}))
     return Tokenizer(
         name=name,
         table=table,
         eot=eot,
         encode_array=encode,
         special=special,
-        files={FILE: about, JSON_FILE: tokenizer_json, CONFIG_FILE: config_text},
-        bos=tuple(opening_ids(tokenizer_json)),
+        files={FILE: described, JSON_FILE: tokenizer_json, CONFIG_FILE: config_text},
+        bos=tuple(bos),
         ends=others,
-        encode_special=encode_special,
-        lossy=_is_lossy(loaded, table),
+        encode_special=lambda text: loaded.encode(text, add_special_tokens=False).ids,
+        lossy=loaded.normalizer is not None or not has_bytes,
     )
 
 
-def _not_encoded(name: str, text: str, table: list[bytes], error: Exception) -> ConfigError:
-    known = b"".join(table).decode("utf-8", errors="replace")
-    if set(text) - set(known):
-        return unknown_characters(Counter(text), known)
-    return ConfigError(f"tokenizer {name}: the text cannot be encoded: {error}")
-
-
-def _loaded(name: str, tokenizer_json: str):
-    """A tokenizers.Tokenizer that neither truncates nor pads."""
+def _library_tokenizer(name: str, tokenizer_json: str):
+    """Return a tokenizers.Tokenizer that neither truncates nor pads."""
     from tokenizers import Tokenizer as Loaded
 
     try:
@@ -697,54 +658,13 @@ def _loaded(name: str, tokenizer_json: str):
     return loaded
 
 
-def _special(loaded, eot: int | None) -> dict[str, int]:
-    """Text of special tokens -> id, the end-of-text among them even if it is not marked so."""
-    added = loaded.get_added_tokens_decoder()
-    found = {token.content: i for i, token in added.items() if token.special}
-    end = loaded.id_to_token(eot) if eot is not None else None
-    if end is not None and (eot in added or end in COMMON_EOTS):
-        found[end] = eot
-    return found
-
-
-def _is_lossy(loaded, table: list[bytes]) -> bool:
-    """Whether decoding may give another text: not from a token per byte and the text as it is."""
-    every_byte = {bytes([b]) for b in range(256)} <= set(table)
-    return loaded.normalizer is not None or not every_byte
-
-
-def _without_names(tokenizer_json: str, special: Iterable[str]) -> str:
-    """The tokenizer.json with special tokens under names that no text holds: their own text is
-    plain text then. (The library's `encode_special_tokens` is not enough: a Unigram, a WordLevel or
-    a BPE that takes known words whole finds the text in its vocabulary.)
-    """
-    about = _object(tokenizer_json, JSON_FILE)
-    model, names = about["model"], {name: f"\ufdd0{name}\ufdd0" for name in special}
-    about["post_processor"] = None  # adds nothing here, and knows the old names
-    for token in about.get("added_tokens") or ():
-        token["content"] = names.get(token["content"], token["content"])
-    if isinstance(model["vocab"], list):  # Unigram: pairs of a piece and its score
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
-    else:
-        model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
-    if model.get("unk_token") in names:
-        model["unk_token"] = names[model["unk_token"]]
-    if "merges" in model:
-        prefix = model.get("continuing_subword_prefix") or ""
-        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
-        model["merges"] = [
-            [a, b] for a, b in pairs if not {a, b, a + b.removeprefix(prefix)} & names.keys()
-        ]
-    return json.dumps(about)
-
-
 def _table(loaded) -> list[bytes]:
-    """The bytes of each id, by the kind of the tokenizer's decoder; none for special tokens."""
+    """Return the bytes of each id, by the kind of decoder; empty for special tokens."""
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     n_ids = max(vocabulary.values(), default=-1) + 1
-    if n_ids > len(vocabulary) + MOST_HOLES:  # it comes from a file: nothing that large is made
+    if n_ids > len(vocabulary) + MAX_HOLES:  # a number from a file must not fill the memory
         raise ConfigError(f"{JSON_FILE}: {len(vocabulary):,} tokens, but ids up to {n_ids - 1:,}")
-    about = json.loads(loaded.to_str())  # not before: the library counts up to the largest id
+    about = json.loads(loaded.to_str())  # only now: the library counts up to the largest id
     kinds = json.dumps([about["decoder"], about["pre_tokenizer"]])
     table = [b""] * n_ids
     to_bytes: Callable[[str], bytes]
@@ -752,7 +672,7 @@ def _table(loaded) -> list[bytes]:
         to_bytes = partial(_byte_level, byte_of_character())
     elif '"WordPiece"' in kinds:
         to_bytes = _word_piece
-    else:  # U+2581 stands for a space only where the tokenizer says so
+    else:  # U+2581 stands for a space only if the tokenizer says so
         to_bytes = _metaspace if r"\u2581" in kinds else str.encode
     for token, i in vocabulary.items():
         table[i] = to_bytes(token)
@@ -777,14 +697,48 @@ def _word_piece(token: str) -> bytes:
 
 
 def _eot(loaded, config_text: str, ends: Sequence[int]) -> int | None:
-    named = _named(_object(config_text, CONFIG_FILE), "eos_token")
-    candidates = [named] if named else []
-    found = [loaded.token_to_id(token) for token in (*candidates, *COMMON_EOTS)]
+    """Return the id of the config's eos_token, else of a common one, else the first of `ends`."""
+    named = _json_object(config_text, CONFIG_FILE).get("eos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    found = [loaded.token_to_id(token) for token in ([named] if named else []) + [*COMMON_EOTS]]
     known = [i for i in ends if i < loaded.get_vocab_size()]
     return next((i for i in (*found, *known) if i is not None), None)
 
 
-def _named(config: dict[str, Any], role: str) -> str | None:
-    """The text of a token that tokenizer_config.json names, such as its eos_token."""
-    token = config.get(role)
-    return token.get("content") if isinstance(token, dict) else token
+def _opening(processor: dict[str, Any]) -> list[int]:
+    """Return the ids that a post-processor puts before a text. transformers follows it alone, and
+    not `add_bos_token` of the config."""
+    kind = processor.get("type")
+    if kind == "Sequence":  # after the first that adds something, the others see no single text
+        return next(filter(None, map(_opening, processor["processors"])), [])
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return [processor["cls"][1]]
+    found: list[int] = []
+    for piece in processor["single"] if kind == "TemplateProcessing" else ():
+        if "SpecialToken" not in piece:
+            break
+        found += processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+    return found
+
+
+def _without_special(about: dict[str, Any], special: Iterable[str]) -> str:
+    """Return the tokenizer.json with special tokens renamed to what no text contains, so that their
+    text is plain text. (The library's `encode_special_tokens` is not enough: a Unigram, a WordLevel
+    or a BPE that takes known words whole finds the text in its vocabulary.) Changes `about`."""
+    model, names = about["model"], {name: f"\ufdd0{name}\ufdd0" for name in special}
+    about["post_processor"] = None  # adds nothing here, and uses the old names
+    for token in about.get("added_tokens") or ():
+        token["content"] = names.get(token["content"], token["content"])
+    if isinstance(model["vocab"], list):  # Unigram: pairs of a piece and its score
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        prefix = model.get("continuing_subword_prefix") or ""
+        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
+        model["merges"] = [
+            [a, b] for a, b in pairs if not {a, b, a + b.removeprefix(prefix)} & names.keys()
+        ]
+    return json.dumps(about)

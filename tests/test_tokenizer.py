@@ -19,11 +19,9 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from cli.options import ConfigError
-from data.config import TIKTOKEN_NAMES, DataConfig
+from data.config import TIKTOKEN_SIZES, DataConfig
 from data.tokenizer import (
     JSON_FILE,
-    TIKTOKEN_FILES,
-    TIKTOKEN_HOST,
     StreamDecoder,
     byte_tokenizer,
     char_tokenizer,
@@ -31,6 +29,7 @@ from data.tokenizer import (
     load_tokenizer,
     ready_tokenizer,
     start_ids,
+    tiktoken_files,
     tiktoken_from_ranks,
     train_bpe,
 )
@@ -371,14 +370,14 @@ def no_network(monkeypatch, tmp_path):
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("name", TIKTOKEN_NAMES)
+@pytest.mark.parametrize("name", TIKTOKEN_SIZES)
 def test_a_tiktoken_encoding_fails_at_once_with_the_path_to_fill(no_network, name):
     began = time.perf_counter()
     with pytest.raises(ConfigError) as refused:
         ready_tokenizer(name)
     assert time.perf_counter() - began < 5
     said = str(refused.value)
-    address = TIKTOKEN_HOST + TIKTOKEN_FILES[name][0]
+    address = tiktoken_files(name)[0]
     assert address in said
     assert str(no_network / hashlib.sha1(address.encode()).hexdigest()) in said
     assert "bpe:N" in said
@@ -386,8 +385,7 @@ def test_a_tiktoken_encoding_fails_at_once_with_the_path_to_fill(no_network, nam
 
 def test_a_damaged_file_in_the_cache_is_refused_at_once(no_network):
     no_network.mkdir()
-    for file in TIKTOKEN_FILES["gpt2"]:
-        address = TIKTOKEN_HOST + file
+    for address in tiktoken_files("gpt2"):
         key = hashlib.sha1(address.encode()).hexdigest()
         (no_network / key).write_bytes(b"cut sho")
     with pytest.raises(ConfigError, match="gpt2"):
@@ -397,15 +395,14 @@ def test_a_damaged_file_in_the_cache_is_refused_at_once(no_network):
 def test_the_addresses_are_those_that_tiktoken_looks_for():
     from tiktoken_ext import openai_public
 
-    assert set(TIKTOKEN_FILES) == set(TIKTOKEN_NAMES)
-    assert set(openai_public.ENCODING_CONSTRUCTORS) == set(TIKTOKEN_NAMES)
-    for name, files in TIKTOKEN_FILES.items():
+    assert set(openai_public.ENCODING_CONSTRUCTORS) == set(TIKTOKEN_SIZES)
+    for name in TIKTOKEN_SIZES:
         made_by = openai_public.ENCODING_CONSTRUCTORS[name]
         source = inspect.getsource(made_by)
         if name == "o200k_harmony":
             source = inspect.getsource(openai_public.o200k_base)
-        for file in files:
-            assert TIKTOKEN_HOST + file in source
+        for address in tiktoken_files(name):
+            assert address in source
 
 
 def test_own_tokenizers_never_touch_the_network(no_network, monkeypatch):
@@ -418,7 +415,7 @@ def test_own_tokenizers_never_touch_the_network(no_network, monkeypatch):
 # Names
 
 
-@pytest.mark.parametrize("name", ["char", "byte", "bpe:257", "bpe:8192", "hf:x", *TIKTOKEN_NAMES])
+@pytest.mark.parametrize("name", ["char", "byte", "bpe:257", "bpe:8192", "hf:x", *TIKTOKEN_SIZES])
 def test_good_names_have_no_problems(name):
     assert DataConfig(tokenizer=name).problems() == []
 

@@ -113,9 +113,9 @@ def with_weights(config: Config) -> tuple[Config, list[str]]:
 
 def vocabulary(config: Config) -> tuple[int, Meta | None, str]:
     """The number of ids, what the prepared data says if it is there, a note if that is assumed."""
+    from data.config import TIKTOKEN_SIZES
     from data.meta import read_meta
     from data.prepare import prepared_folder
-    from data.tokenizer import TIKTOKEN_SIZES
 
     try:
         meta = read_meta(prepared_folder(config.data, read=False))
