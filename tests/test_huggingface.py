@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out, held to what transformers itself computes."""
+"""Reading and writing Hugging Face folders, compared with what transformers itself computes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ import torch
 from cli.options import ConfigError
 from data.tokenizer import load_tokenizer
 from model import huggingface
-from model.attention import KVCache
 from model.config import ModelConfig, SamplingConfig
-from model.families import FolderError, from_huggingface
-from model.fitting import family_of, to_huggingface
 from model.generate import generate
 from model.gpt import GPT
-from model.huggingface import DamagedFolder, own_names, read_folder, write_folder
+from model.huggingface import (
+    DamagedFolder,
+    family_of,
+    from_huggingface,
+    parameter_names,
+    read_config,
+    read_tensors,
+    to_huggingface,
+    write_folder,
+)
 from training.checkpoint import load_model_tensors
 from training.config import Config, from_json
 from training.folder import read_metrics
@@ -39,7 +45,7 @@ LLAMA3 = {
 
 
 def family_configs() -> dict[str, object]:
-    """A transformers config of each kind, tiny."""
+    """Return a tiny transformers config of each kind."""
     from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
     shape = {
@@ -69,7 +75,7 @@ def family_configs() -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
-    """{kind: (model of transformers with large weights, its folder)}."""
+    """Return {kind: (model of transformers with large weights, its folder)}."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -88,6 +94,11 @@ def theirs(tmp_path_factory):
     return found
 
 
+def read_folder(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    config = read_config(folder)
+    return config, read_tensors(folder, config)
+
+
 def ours(folder: Path) -> GPT:
     config, tensors = read_folder(folder)
     model = GPT(config)
@@ -99,7 +110,7 @@ KINDS = ["gpt2", "gpt2-untied", "llama-gqa", "llama3", "llama-bias", "qwen3"]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-# In and out
+# There and back
 
 
 @each_kind
@@ -114,34 +125,30 @@ def test_logits_are_those_of_transformers_at_every_position(theirs, kind):
 
 
 @each_kind
-def test_a_model_there_and_back_keeps_every_bit(theirs, kind, tmp_path):
-    _, folder = theirs[kind]
-    config, tensors = read_folder(folder)
-    write_folder(tmp_path, config, tensors, bos=None, eos=None, never=())
-    there = safetensors.torch.load_file(folder / "model.safetensors")
-    back = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    assert there.keys() == back.keys()  # so a tied head is left out, an untied one is there
-    assert all(torch.equal(there[name], back[name]) for name in there)
-    assert read_folder(tmp_path)[0] == config
-
-
-@each_kind
-def test_what_is_written_is_the_model_to_transformers(theirs, kind, tmp_path):
+def test_a_model_written_again_keeps_every_bit_and_is_the_model_to_transformers(
+    theirs, kind, tmp_path
+):
     from transformers import AutoModelForCausalLM
 
     model, folder = theirs[kind]
     config, tensors = read_folder(folder)
     write_folder(tmp_path, config, tensors, bos=3, eos=4, never=())
+    before, after = (
+        safetensors.torch.load_file(f / "model.safetensors") for f in (folder, tmp_path)
+    )
+    assert before.keys() == after.keys()  # a tied head is left out, an untied one is there
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert read_config(tmp_path) == config
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is type(model)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert loaded.config.tie_word_embeddings == model.config.tie_word_embeddings
     assert (loaded.generation_config.bos_token_id, loaded.generation_config.eos_token_id) == (3, 4)
-    same = {"bos_token_id", "eos_token_id", "resid_pdrop", "embd_pdrop", "attn_pdrop", "n_inner"}
-    same |= {"_name_or_path", "transformers_version", "initializer_range"}
-    for name, value in model.config.to_dict().items():
-        if name not in same:
-            assert loaded.config.to_dict()[name] == value, name
+    differ = {"bos_token_id", "eos_token_id", "resid_pdrop", "embd_pdrop", "attn_pdrop", "n_inner"}
+    differ |= {"_name_or_path", "transformers_version", "initializer_range"}
+    expected, found = model.config.to_dict(), loaded.config.to_dict()
+    assert {n: found[n] for n in expected.keys() - differ} == {
+        n: expected[n] for n in expected.keys() - differ
+    }
 
 
 @each_kind
@@ -156,11 +163,11 @@ def test_greedy_continuations_are_the_same(theirs, kind):
     assert torch.equal(found, expected[:, 9:])
 
 
-# How the files may be
+# Variants of the files
 
 
 def rewritten(folder: Path, tmp_path: Path, change) -> Path:
-    """A copy of the folder whose tensors are change(tensors)."""
+    """Copy the folder, with change(tensors) as its tensors."""
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     tensors = change(safetensors.torch.load_file(copy / "model.safetensors"))
     safetensors.torch.save_file(tensors, copy / "model.safetensors")
@@ -193,7 +200,7 @@ def test_a_head_that_is_stored_although_tied_must_be_the_embedding(theirs, tmp_p
     assert same_model(twice, folder)
     shutil.rmtree(twice)
     other = rewritten(folder, tmp_path, lambda t: {**t, "lm_head.weight": t[name] + 1})
-    with pytest.raises(FolderError, match=r"tie_word_embeddings=true, but lm_head\.weight"):
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings=true, but lm_head\.weight"):
         read_folder(other)
 
 
@@ -241,7 +248,7 @@ def test_what_is_left_out_means_what_it_means_to_transformers(family):
     assert from_huggingface({"model_type": family, **sizes}) == from_huggingface(meant)
 
 
-# What is refused, by name, with no weights to be read
+# Refusals, before any weights are read
 
 
 REFUSED = [
@@ -260,8 +267,8 @@ REFUSED = [
     ("llama-gqa", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("llama3", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor=2.0"),
     ("llama3", {"rope_parameters": {**LLAMA3, "high_freq_factor": 8.0}}, "high_freq_factor=8.0"),
-    ("llama-gqa", {"hidden_size": "wide"}, "ValueError"),
-    ("llama-gqa", {"num_key_value_heads": 3}, "n_kv_heads=3"),
+    ("llama-gqa", {"hidden_size": "wide"}, "hidden_size: wide is not a number"),
+    ("llama-gqa", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     ("qwen3", {"attention_bias": True}, "attention_bias=True"),
@@ -270,6 +277,8 @@ REFUSED = [
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
     ("gpt2", {"n_head": 5}, "n_head=5"),
+    ("gpt2", {"n_layer": None}, "n_layer: None is not a number"),
+    ("llama3", {"rope_parameters": {**LLAMA3, "factor": None}}, "rope_parameters"),
 ]
 
 
@@ -279,7 +288,7 @@ def test_a_feature_that_the_model_lacks_is_refused_by_name(theirs, tmp_path, kin
     if "rope_scaling" in change:
         found.pop("rope_parameters")
     (tmp_path / "config.json").write_text(json.dumps(found | change))
-    with pytest.raises(FolderError) as raised:
+    with pytest.raises(ConfigError) as raised:
         read_folder(tmp_path)  # there is no file of weights
     assert raised.value.exit_code == 2
     assert len(raised.value.problems) == 1
@@ -288,7 +297,7 @@ def test_a_feature_that_the_model_lacks_is_refused_by_name(theirs, tmp_path, kin
 
 def test_all_refusals_come_at_once(theirs):
     found = json.loads((theirs["llama-gqa"][1] / "config.json").read_text())
-    with pytest.raises(FolderError) as raised:
+    with pytest.raises(ConfigError) as raised:
         from_huggingface(found | {"hidden_act": "relu", "attention_bias": True, "head_dim": 7})
     assert len(raised.value.problems) == 2
 
@@ -298,12 +307,12 @@ def test_tensors_that_do_not_fit_are_named(theirs, tmp_path):
     changes = {
         f"no tensor {name}": lambda t: {n: x for n, x in t.items() if n != name},
         "no tensor lm_head.weight": lambda t: {n: x for n, x in t.items() if n != "lm_head.weight"},
-        "no use": lambda t: {**t, "model.layers.0.self_attn.q_norm.weight": torch.ones(12)},
+        "does not use": lambda t: {**t, "model.layers.0.self_attn.q_norm.weight": torch.ones(12)},
         "I8": lambda t: {**t, name: torch.zeros(80, 48, dtype=torch.int8)},
     }
     for said, change in changes.items():
         folder = rewritten(theirs["llama-gqa"][1], tmp_path, change)
-        with pytest.raises(FolderError, match=said):
+        with pytest.raises(ConfigError, match=said):
             read_folder(folder)
         shutil.rmtree(folder)
     folder = rewritten(theirs["llama-gqa"][1], tmp_path, lambda t: {**t, name: t[name][:-1]})
@@ -334,7 +343,7 @@ def test_sizes_that_the_weights_cannot_have_allocate_nothing(theirs, tmp_path):
 def test_pickled_weights_are_never_opened(theirs, tmp_path):
     shutil.copy(theirs["gpt2"][1] / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-    with pytest.raises(FolderError, match=r"pytorch_model\.bin, which is never unpickled"):
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin, which is never unpickled"):
         read_folder(tmp_path)
     assert not Path("pwned").exists()
 
@@ -352,8 +361,18 @@ FITTING = {
 
 
 @pytest.mark.parametrize("family", FITTING)
-def test_the_class_follows_from_the_model(family):
-    assert family_of(FITTING[family].resolved(V)) == family
+def test_the_family_and_the_names_follow_from_the_model(family):
+    config = FITTING[family].resolved(V)
+    assert family_of(config) == family
+    assert parameter_names(config) == [name for name, _ in GPT(config).named_parameters()]
+
+
+def test_a_module_that_no_family_has_is_refused_by_name(tmp_path):
+    config = FITTING["qwen3"].resolved(V)
+    tensors = {"layers.0.mlp.experts.1.weight": torch.ones(2, 2)}
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.experts\.1\.weight: Qwen3ForCausalLM"):
+        write_folder(tmp_path, config, tensors, bos=None, eos=None, never=())
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -371,15 +390,9 @@ def test_the_class_follows_from_the_model(family):
 )
 def test_what_fits_no_class_is_refused_with_the_option_to_blame(family, change, blamed):
     config = replace(FITTING[family], **change).resolved(V)
-    with pytest.raises(FolderError) as raised:
+    with pytest.raises(ConfigError) as raised:
         to_huggingface(config, bos=None, eos=None)
     assert f"{blamed} where {family} has" in str(raised.value)
-
-
-@pytest.mark.parametrize("family", FITTING)
-def test_names_come_from_the_model_itself(family):
-    config = FITTING[family].resolved(V)
-    assert own_names(config) == [name for name, _ in GPT(config).named_parameters()]
 
 
 def test_written_files_can_be_read_by_others(tmp_path):
@@ -423,20 +436,12 @@ def test_options_that_contradict_the_weights_are_refused(theirs):
     assert "qk_norm" not in text  # it was left at its default
 
 
-TYPED = {  # a value that is the default, too: (option, value, what the weights have)
-    "n_layers": ("model.n_layers", ModelConfig().n_layers, 2),
-    "d_model": ("model.d_model", ModelConfig().d_model, 48),
-    "qk_norm": ("model.qk_norm", ModelConfig().qk_norm, False),
-}
-
-
-@pytest.mark.parametrize(("name", "value", "has"), TYPED.values(), ids=TYPED)
-def test_a_default_that_is_typed_and_contradicts_the_weights_is_refused(name, value, has, theirs):
-    config = asked(theirs["llama-gqa"][1])
+@pytest.mark.parametrize(("name", "has"), [("n_layers", 2), ("d_model", 48), ("qk_norm", False)])
+def test_a_typed_default_that_contradicts_the_weights_is_refused(name, has, theirs):
+    config, value = asked(theirs["llama-gqa"][1]), getattr(ModelConfig(), name)
     with pytest.raises(ConfigError) as raised:
-        inherit_model(replace(config, typed={name: value}), print)
+        inherit_model(replace(config, typed={f"model.{name}": value}), print)
     assert f"{name}={value}: " in str(raised.value) and str(has) in str(raised.value)
-    assert "leave" in str(raised.value)
     inherit_model(replace(config, typed={"optim.lr": 0.1}), print)
 
 
@@ -552,20 +557,3 @@ def test_other_ids_of_the_same_number_are_refused(pretrained, tiny_folder, tmp_p
     load_first_weights(model, str(pretrained), tokenizer)
     with pytest.raises(ConfigError, match=f"use --tokenizer=hf:{pretrained}"):
         load_first_weights(model, str(pretrained), swapped)
-
-
-def test_the_cache_of_a_long_context_takes_no_more_than_is_used(monkeypatch):
-    sizes = []
-
-    class Watched(KVCache):
-        def __init__(self, n_layers: int, capacity: int) -> None:
-            sizes.append(capacity)
-            super().__init__(n_layers, capacity)
-
-    monkeypatch.setattr("model.generate.KVCache", Watched)
-    config = ModelConfig(n_layers=1, n_heads=1, d_model=8, context_length=64).resolved(11)
-    prompt = torch.zeros(1, 5, dtype=torch.int64)
-    for new, capacity in ((7, 12), (100, 64)):
-        settings = SamplingConfig(max_new_tokens=new)
-        assert len(list(generate(GPT(config), prompt, settings, torch.Generator()))) == new
-        assert sizes.pop() == capacity

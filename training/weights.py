@@ -56,7 +56,7 @@ def find_weights(name: str | Path, which: str = "") -> Weights:
     or, as hub:OWNER/NAME, of a repository of the Hugging Face hub, which is fetched once. None is
     read yet.
 
-    Raises ConfigError if there are none, FolderError naming what the model here does not have.
+    Raises ConfigError if there are none, or naming what the model here does not have.
     """
     path = Path(name)
     if str(name).startswith("hub:"):

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from cli.options import ConfigError
 from data.tokenizer import Tokenizer
-from model.families import ARCHITECTURES
-from model.fitting import family_of
 from model.gpt import GPT
-from model.huggingface import write_folder
+from model.huggingface import FAMILIES, family_of, write_folder
 from tools.export.graph import Case, ExportError, compare, make_cases
 from tools.export.tokenizer import PAD, probe_text, write_tokenizer
 
@@ -26,11 +24,11 @@ LIMIT = 1e-4
 def export_huggingface(model: GPT, tokenizer: Tokenizer, folder: Path) -> list[str]:
     """Write config, weights and tokenizer into `folder`, then load all of it with transformers.
 
-    Returns lines on what was verified. Raises FolderError or ConfigError naming the option or
+    Returns lines on what was verified. Raises ConfigError naming the option or
     tokenizer that no class supports, ExportError if transformers computes something else.
     """
     config = model.config
-    architecture = ARCHITECTURES[family_of(config)]
+    architecture = FAMILIES[family_of(config)].architecture
     try:
         import transformers  # noqa: F401
     except ImportError:
