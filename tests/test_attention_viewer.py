@@ -142,7 +142,7 @@ def test_only_a_page_of_ours_is_written_over(command, trained, tmp_path):
     path.write_text("mine")
     code, _, err = command(attention.main, trained, "--prompt=def ", f"--out={path}")
     assert (code, path.read_text()) == (2, "mine")
-    assert err == f"error: out={path}: exists, and is no page of ours; name another file\n"
+    assert f"out={path}: " in err
     for _ in range(2):
         out = tmp_path / "page.html"
         assert command(attention.main, trained, "--prompt=def ", f"--out={out}")[0] == 0

@@ -15,7 +15,7 @@ from data.shards import Windows
 from data.tokenizer import load_tokenizer
 from tools import batch
 from training.checkpoint import data_folder, find_checkpoint
-from training.history import read_history
+from training.report.history import read_history
 
 
 def test_every_window_of_a_step_is_shown_with_its_text(command, trained):

@@ -5,17 +5,19 @@ Run with -m browser; needs Debian's chromium and chromium-driver, and the packag
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from runlib import PASSAGE, write_run
 
 from tools import attention
-from training.history import read_history
-from training.report import write_report
+from training.report.history import read_history
+from training.report.page import write_report
 from training.weights import load_for_sampling
 
 pytestmark = pytest.mark.browser
@@ -47,7 +49,7 @@ def browser(tmp_path_factory) -> Iterator:
 
 
 def open_page(browser, path: Path, size: tuple[int, int], dark: bool = False) -> None:
-    """Load a file at a size and colour scheme, and wait until its curves are drawn."""
+    """Load a file at a size and color scheme, and wait until its charts are drawn."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -55,10 +57,7 @@ def open_page(browser, path: Path, size: tuple[int, int], dark: bool = False) ->
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**shape, "mobile": False})
     browser.get(path.as_uri())
-    drawn = (
-        "return !window.Bokeh || (Bokeh.documents.length > 0 && "
-        "Bokeh.documents.every((d) => d.is_idle))"
-    )
+    drawn = "return [...document.querySelectorAll('.chart')].every((chart) => chart.firstChild)"
     WebDriverWait(browser, 60).until(lambda b: b.execute_script(drawn))
 
 
@@ -88,99 +87,122 @@ def test_the_report_opens_without_an_error_and_fits_the_screen(browser, report, 
     assert asked == []
 
 
-def press(browser, value: str) -> None:
-    browser.find_element("css selector", f'button[data-value="{value}"]').click()
+def press(browser, text: str) -> None:
+    browser.find_element("xpath", f"//button[.='{text}']").click()
 
 
-def test_the_log_switch_swaps_the_plots(browser, report):
-    open_page(browser, report, DESKTOP)
-    sizes = (
-        "return ['linear', 'log'].map((n) => "
-        "document.getElementById(`loss-${n}`).getBoundingClientRect().height > 100)"
+def ticks(browser, axis: str, chart: str = "loss") -> list[str]:
+    """The labels of an axis; the last one of x is its title."""
+    return browser.execute_script(
+        f"return [...document.querySelectorAll('.{chart} text.{axis}')].map((t) => t.textContent)"
     )
-    assert browser.execute_script(sizes) == [True, False]
+
+
+def move(browser, share: float, chart: str = "loss") -> str:
+    """Point at this share of a chart's width; the text of the box."""
+    from selenium.webdriver import ActionChains
+
+    node = browser.find_element("css selector", f".{chart} svg")
+    aside = round((share - 0.5) * node.size["width"])
+    ActionChains(browser).move_to_element_with_offset(node, aside, 0).perform()
+    return browser.find_element("css selector", f".{chart} .pointer-box").text
+
+
+def test_the_log_switch_changes_the_loss_axis_alone(browser, report):
+    open_page(browser, report, DESKTOP)
+    linear, others = ticks(browser, "y"), ticks(browser, "y", "grad_norm")
     press(browser, "log")
-    assert browser.execute_script(sizes) == [False, True]
-    width = "return document.querySelector('#loss-log > div > *').getBoundingClientRect().width"
-    assert browser.execute_script(width) > 800
+    assert linear == ["2", "3", "4", "5", "6"]
+    assert ticks(browser, "y") == ["2", "3", "4", "5", "6"]  # less than a decade
+    heights = "return ['2', '3', '6'].map((text) => [...document.querySelectorAll('.loss text.y')]"
+    heights += ".find((tick) => tick.textContent === text).getAttribute('y'))"
+    two, three, six = map(float, browser.execute_script(heights))
+    assert (two - three) / (two - six) == pytest.approx(math.log(1.5) / math.log(3), abs=1e-3)
+    assert ticks(browser, "y", "grad_norm") == others
     assert errors(browser) == []
 
 
-def test_the_axis_switch_moves_the_curves(browser, report):
+def test_the_axis_switch_changes_the_x_axis_of_all_charts(browser, report):
     open_page(browser, report, DESKTOP)
-    press(browser, "minutes")
-    state = browser.execute_script(
-        "const plot = plots().find((p) => p.name === 'loss-linear');"
-        "return [plot.below[0].axis_label, plot.renderers[0].glyph.x.field, plot.x_range.end]"
+    assert ticks(browser, "x")[-2:] == ["200", "step"]
+    press(browser, "time")
+    for chart in ("loss", "lr", "bits_per_byte"):
+        assert ticks(browser, "x", chart)[-1] == "minutes of training"
+    assert ticks(browser, "x")[-2] == "1.6"  # 200 steps of half a second are 1.67 minutes
+    press(browser, "tokens")
+    assert ticks(browser, "x")[-2:] == ["0.1", "tokens (millions)"]
+    assert errors(browser) == []
+
+
+def test_the_values_at_the_pointer(browser, report):
+    open_page(browser, report, DESKTOP)
+    text = move(browser, 0.4).split("\n")
+    assert [line.split()[0] for line in text] == ["step", "tokens", "time", "loss", "smoothed"]
+    step = int(text[0].split()[1])
+    assert text[3] == f"loss {5.5 * math.exp(-step / 80) + 1:.4f}"
+    assert "tokens per second 1,024" in move(browser, 0.4, "tokens_per_second")
+    end = move(browser, 0.97).split("\n")
+    loss = 5.5 * math.exp(-200 / 80) + 1
+    assert f"validation loss {loss + 0.1:.4f}" in end
+    assert f"bits per byte {loss / 2:.4f}" in end and "step 200" in end
+    node = browser.find_element("css selector", ".loss .mark.warning")
+    share = (
+        float(node.get_attribute("x1"))
+        / browser.find_element("css selector", ".loss").size["width"]
     )
-    assert state[:2] == ["minutes of training", "minutes"]
-    # 200 steps of half a second are 1.67 minutes; the range is a little wider
-    assert 1.67 <= state[2] < 2
+    assert "event it <i>repeats</i> (step 60)" in move(browser, share)
     assert errors(browser) == []
 
 
-def test_a_curve_says_its_values_where_it_is_pointed_at(browser, report):
+def test_a_drag_zooms_all_charts_and_the_button_resets_them(browser, report):
     from selenium.webdriver import ActionChains
-    from selenium.webdriver.support.ui import WebDriverWait
 
     open_page(browser, report, DESKTOP)
-    place = browser.find_element("css selector", "#loss-linear > div > *")
-    ActionChains(browser).move_to_element(place).perform()
-    # The tooltip lives in a shadow root.
-    read = """
-        const texts = [];
-        const walk = (node) => {
-            if (node.matches?.('.bk-Tooltip') && node.shadowRoot) {
-                texts.push(node.shadowRoot.textContent);
-            }
-            for (const child of [...(node.shadowRoot?.children ?? []), ...node.children]) {
-                walk(child);
-            }
-        };
-        walk(document.body);
-        return texts.join(' ');
-    """
-    text = WebDriverWait(browser, 30).until(lambda b: b.execute_script(read))
-    assert "loss" in text
-    assert "smoothed" in text
-
-
-def test_the_box_of_a_curve_is_dark_where_the_page_is(browser, report):
-    from selenium.webdriver import ActionChains
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    open_page(browser, report, DESKTOP, dark=True)
-    place = browser.find_element("css selector", "#loss-linear > div > *")
-    ActionChains(browser).move_to_element(place).perform()
-    read = """
-        const found = [];
-        const walk = (node) => {
-            if (node.matches?.('.bk-Tooltip') && node.shadowRoot?.querySelector('td')) {
-                found.push(getComputedStyle(node).backgroundColor);
-            }
-            for (const child of [...(node.shadowRoot?.children ?? []), ...node.children]) {
-                walk(child);
-            }
-        };
-        walk(document.body);
-        return found;
-    """
-    colours = WebDriverWait(browser, 30).until(lambda b: b.execute_script(read))
-    assert set(colours) == {"rgb(20, 24, 31)"}
-
-
-def test_on_paper_the_curves_fit_and_are_light(browser, report):
-    open_page(browser, report, DESKTOP, dark=True)
-    drawn = browser.execute_script("return document.getElementById('loss-linear').clientWidth")
-    assert drawn > 1000
-    zoom = "return document.getElementById('loss-linear').style.zoom"
-    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
-    assert browser.execute_script("return document.documentElement.dataset.theme") == "light"
-    assert float(browser.execute_script(zoom)) == pytest.approx(700 / drawn, abs=1e-3)
-    browser.execute_script("dispatchEvent(new Event('afterprint'))")
-    assert browser.execute_script(zoom) == ""
-    assert browser.execute_script("return document.documentElement.dataset.theme") == "dark"
+    before = ticks(browser, "x"), ticks(browser, "x", "lr"), ticks(browser, "y")
+    reset = browser.find_element("id", "reset")
+    assert not reset.is_displayed()
+    node = browser.find_element("css selector", ".loss svg")
+    drag = ActionChains(browser).move_to_element(node).click_and_hold()
+    drag.move_by_offset(node.size["width"] // 4, 0).release().perform()
+    steps = [int(text) for text in ticks(browser, "x")[:-1]]
+    assert 90 < steps[0] < steps[-1] < 155
+    assert ticks(browser, "x", "lr") != before[1]
+    assert float(ticks(browser, "y")[-1]) < 3.5  # the y axis fits what is left
+    reset.click()
+    assert (ticks(browser, "x"), ticks(browser, "x", "lr"), ticks(browser, "y")) == before
+    assert not reset.is_displayed()
     assert errors(browser) == []
+
+
+def test_a_chart_can_be_saved(browser, report):
+    open_page(browser, report, DESKTOP, dark=True)
+    browser.execute_script(
+        "URL.createObjectURL = (blob) => { window.saved = blob; return '#'; };"
+        "HTMLAnchorElement.prototype.click = function () { window.savedAs = this.download; };"
+    )
+    press(browser, "save as SVG")
+    name, text = browser.execute_async_script(
+        "const done = arguments[0]; saved.text().then((text) => done([savedAs, text]))"
+    )
+    root = ElementTree.fromstring(text)  # well-formed by itself
+    assert (name, root.tag, root.get("data-theme")) == (
+        "loss.svg",
+        "{http://www.w3.org/2000/svg}svg",
+        "dark",
+    )
+    assert "--curve-0" in text and "<path" in text
+
+
+def test_on_paper_the_page_is_light_and_fits(browser, report):
+    open_page(browser, report, DESKTOP, dark=True)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        background = "return getComputedStyle(document.body).backgroundColor"
+        assert browser.execute_script(background) == "rgb(255, 255, 255)"
+        pdf = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
+        assert len(pdf) > 10_000
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
 def test_a_token_says_its_loss_and_the_likeliest(browser, report):
@@ -194,7 +216,7 @@ def test_a_token_says_its_loss_and_the_likeliest(browser, report):
     box = browser.find_element("id", "token")
     assert box.is_displayed()
     # loss 2 nats: exp(-2) = 13.5%
-    assert "loss 2.000 nats, 13.5% given to it" in box.text
+    assert "loss 2.000 nats, probability 13.5%" in box.text
     rows = [row.text for row in box.find_elements("css selector", "tr")]
     assert rows[0].split() == ['"', 'f"', "40.0%"]
     assert len(rows) == 5
@@ -230,11 +252,15 @@ def test_two_runs_in_one_page(browser, tmp_path):
     both = write_report([read_history(a), read_history(b)], tmp_path / "both.html")
     open_page(browser, both, PHONE, dark=True)
     assert errors(browser) == []
-    lines = browser.execute_script(
-        "return plots().find((p) => p.name === 'loss-linear').renderers.length"
-    )
-    # Of each two curves of training, line and dots of validation; a restart of a; two warnings.
-    assert lines == 2 * (2 + 2) + 1 + 2
+    count = "return ['.curve', 'circle', '.mark'].map((kind) => "
+    count += "document.querySelectorAll(`.loss ${kind}`).length)"
+    # Of each run two curves of training and one of validation, with a dot per evaluation; a
+    # resume of a and a warning of each.
+    assert browser.execute_script(count) == [2 * 3, 4 + 2, 1 + 2]
+    assert "a: loss" in (text := move(browser, 0.4)) and "b: loss" in text
+    assert "b: " not in move(browser, 0.9)  # it has ended
+    assert browser.find_element("id", "legend").text.split()[:2] == ["a", "b"]
+    assert not browser.find_element("id", "validation").is_displayed()
 
 
 # The attention page

@@ -254,7 +254,7 @@ def test_damaged_logs_cost_neither_the_run_nor_its_report(train_tiny, tmp_path, 
             file.write(b"\n".join(DAMAGED) + b"\n" + b"\0" * 100_000)
     capsys.readouterr()
     assert train_tiny(folder, max_steps=8, resume="must", **options) == 0
-    assert "no report" not in capsys.readouterr().out
+    assert "report.html was not" not in capsys.readouterr().out
     found = read_metrics(folder / "metrics.jsonl")
     assert {entry["step"]: entry["attempt"] for entry in found} == {1: 1, 2: 1, 4: 1, 6: 2, 8: 2}
     assert [entry["step"] for entry in read_lines(folder / "snapshots.jsonl")] == [4, 8]

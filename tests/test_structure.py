@@ -21,7 +21,7 @@ LEVELS = {"cli": 0, "model": 1, "data": 1, "training": 2, "tools": 3, "config": 
 LEVELS |= {"train": 3, "sample": 3}
 MAY_IMPORT_ITSELF = {"cli", "model", "data", "training", "config"}
 OPTIONAL = {"wandb", "datasets", "transformers", "onnx", "onnxruntime", "onnxscript", "pyarrow"}
-OPTIONAL |= {"matplotlib", "bokeh", "plotly"}
+OPTIONAL |= {"matplotlib", "plotly"}
 
 LONGEST_FUNCTION = 60
 LONGEST_MAIN = 90  # train.py's, which reads from top to bottom

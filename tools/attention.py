@@ -6,9 +6,6 @@ Writes one HTML file: a small map for every head, one enlarged, a token's row ov
 from __future__ import annotations
 
 import base64
-import html
-import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,7 +50,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     from data.tokenizer import check_ids
-    from training.report import check_page
+    from training.report.page import check_page
     from training.weights import load_for_sampling
 
     if options.out:
@@ -77,6 +74,7 @@ def make_page(title: str, model: GPT, tokenizer: Tokenizer, ids: list[int]) -> s
 
     from model.inspect import attention_maps
     from training.observer import token_text
+    from training.report.page import fill_template
 
     maps = attention_maps(model, torch.tensor([ids]))[:, 0]  # (L, H, T, T)
     data = {
@@ -88,10 +86,7 @@ def make_page(title: str, model: GPT, tokenizer: Tokenizer, ids: list[int]) -> s
         "entropy": rounded(entropies(maps)),
         "distance": rounded(distances(maps)),
     }
-    template = Path(__file__).with_name(TEMPLATE).read_text(encoding="utf-8")
-    text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
-    values = {"@TITLE@": html.escape(title), "@DATA@": text}
-    return re.sub("@TITLE@|@DATA@", lambda match: values[match[0]], template)
+    return fill_template(Path(__file__).with_name(TEMPLATE), title, data)
 
 
 def entropies(maps: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     """Print each window of the step."""
     options, (run,) = parse_options(argv, BatchOptions, usage=USAGE, positionals=["RUN"])
     from training.checkpoint import data_folder, find_checkpoint
-    from training.history import read_config
+    from training.report.history import read_config
 
     config = read_config(Path(run))
     folder = data_folder(find_checkpoint(Path(run), "latest").about, config)
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 def logged(run: Path, step: int) -> Iterator[str]:
     """Yield what each attempt logged of an update, in words; a later one did it again."""
     from training.folder import read_lines
-    from training.history import METRICS
+    from training.report.history import METRICS
 
     for entry in read_lines(run / METRICS, b'"step": %d,' % step):
         if entry["step"] == step and "loss" in entry:

@@ -1,4 +1,4 @@
-"""Look at a run, or at several side by side: `python -m tools.report out/a [out/b ...]`."""
+"""Write the report of one run, or compare several: `python -m tools.report out/a [out/b ...]`."""
 
 from __future__ import annotations
 
@@ -7,38 +7,31 @@ from pathlib import Path
 from typing import Annotated
 
 from cli.command import run_command
-from cli.options import ConfigError, parse_options
+from cli.options import parse_options
 
-USAGE = (
-    "python -m tools.report RUN [RUN ...] [--out=FILE], such as: python -m tools.report out/small"
-)
+USAGE = "python -m tools.report RUN [RUN ...] [--out=FILE], for example: ... out/small"
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Where it goes."""
+    """Options of the report."""
 
-    out: Annotated[str, "the file; RUN/report.html, for several runs report.html here"] = ""
+    out: Annotated[str, "file to write; default: RUN/report.html, or ./report.html to compare"] = ""
 
 
 def main(argv: list[str]) -> int:
-    """Write the report and say where it is."""
+    """Write the report and print its path."""
     options, runs = parse_options(argv, ReportOptions, usage=USAGE, positionals=["RUN..."])
-    from training.history import REPORT, read_history
-    from training.report import check_page, write_report
+    from training.report.history import REPORT, read_history
+    from training.report.page import check_page, write_report
 
     folders = [Path(run) for run in runs]
-    default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
-    path = Path(options.out) if options.out else default
-    if path != folders[0] / REPORT:  # that one is the run's own
+    own = folders[0] / REPORT
+    path = Path(options.out or (own if len(folders) == 1 else REPORT))
+    if path != own:  # a run may always replace its own
         check_page(path)
-    try:
-        write_report([read_history(folder) for folder in folders], path)
-    except ImportError as error:
-        raise ConfigError(
-            f"a report needs the package bokeh: pip install bokeh ({error})"
-        ) from error
-    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, open it in a browser")
+    write_report([read_history(folder) for folder in folders], path)
+    print(f"{path}: {path.stat().st_size / 1e3:.0f} kB, open it in a browser")
     return 0
 
 

@@ -27,9 +27,9 @@ from training.budget import UNFITTED
 from training.config import Config
 from training.console import Console
 from training.device import Precision
-from training.history import SNAPSHOTS, History
 from training.logger import RunLogger
-from training.report import try_report
+from training.report.history import SNAPSHOTS, History
+from training.report.page import try_report
 from training.startup import Data
 from training.step import Setup
 
@@ -296,7 +296,7 @@ class Observer:
         self._advise(entry["step"], self.adviser.see(entry, max_steps))
 
     def evaluated(self, step: int) -> None:
-        """Keep what the model says now, and write the report anew."""
+        """Save a snapshot and update the report."""
         if not self.reports:
             return
         try:
@@ -306,8 +306,7 @@ class Observer:
         except Exception as error:  # out of memory, a full disk: training goes on
             reason = (str(error).splitlines() or [""])[0]
             self.console.print(f"note: no snapshot this time ({type(error).__name__}: {reason})")
-        # That a package is missing is said once.
-        self.reports = try_report(self.history, self.console.print)
+        try_report(self.history, self.console.print)
 
     def _snapshot(self, step: int) -> dict[str, Any]:
         config, model, tokenizer = self.config, self.setup.model, self.data.tokenizer

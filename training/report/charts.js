@@ -1,0 +1,293 @@
+// Line charts in SVG. All charts of the page share the x axis and its zoom.
+
+const AXES = { step: "step", tokens: "tokens (millions)", minutes: "minutes of training" };
+// Each curve: [rows, column, style, label, decimals (null: three digits), factor].
+// A hidden one is listed in the box at the pointer, but not drawn.
+const CHARTS = [
+  { name: "loss", title: "", curves: [
+    ["training", "loss", "thin", "loss", 4],
+    ["training", "smoothed", "line", "smoothed", 4],
+    ["validation", "val_loss", "dots", "validation loss", 4],
+    ["validation", "perplexity", "hidden", "perplexity", 2],
+    ["validation", "bits_per_byte", "hidden", "bits per byte", 4],
+  ] },
+  // From zero, so that a speed that hardly changes looks like one.
+  { name: "lr", title: "learning rate", zero: true,
+    curves: [["training", "lr", "line", "learning rate", null]] },
+  { name: "grad_norm", title: "gradient norm, before clipping", zero: true,
+    curves: [["training", "grad_norm", "line", "gradient norm", 3]] },
+  { name: "tokens_per_second", title: "tokens per second", zero: true,
+    curves: [["training", "tokens_per_second", "line", "tokens per second", 0]] },
+  { name: "mfu", title: "MFU, % of the hardware's peak", zero: true,
+    curves: [["training", "mfu", "line", "MFU, %", 1, 100]] },
+  { name: "bits_per_byte", title: "validation, bits per byte",
+    curves: [["validation", "bits_per_byte", "dots", "bits per byte", 4]] },
+];
+const MARGIN = { left: 50, right: 14, top: 24, bottom: 40 };
+const NEAR = 6; // pixels
+
+const view = { axis: "step", scale: "linear", zoom: null }; // zoom: [first, last] x, or null
+
+// Several runs have a color each; a single one has two, for training and validation.
+function color(run, rows, runs) {
+  return `var(--curve-${runs > 1 ? run % 6 : Number(rows === "validation")})`;
+}
+
+function svg(name, attributes, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+
+// About `count` round numbers from low to high: multiples of 1, 2 or 5 times a power of ten.
+function ticks(low, high, count) {
+  const power = 10 ** Math.floor(Math.log10((high - low) / count));
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power * count >= high - low);
+  const found = [];
+  for (let i = Math.ceil(low / step); i * step <= high; i++) found.push(i * step);
+  return found;
+}
+
+function logTicks(low, high) {
+  const found = [];
+  for (let power = 10 ** Math.floor(Math.log10(low)); power <= high; power *= 10) {
+    found.push(...[1, 2, 5].map((factor) => factor * power).filter((t) => t >= low && t <= high));
+  }
+  return found.length > 3 ? found : ticks(low, high, 6); // less than a decade
+}
+
+const compact = new Intl.NumberFormat("en", { notation: "compact" });
+const tickText = (t) =>
+  Math.abs(t) >= 1e5 ? compact.format(t)
+    : Math.abs(t) >= 1000 ? t.toLocaleString("en") : String(Number(t.toPrecision(12)));
+
+function valueText(value, decimals) {
+  if (decimals === null) return value.toPrecision(3);
+  return value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+}
+
+class Chart {
+  constructor(spec, runs) {
+    Object.assign(this, spec, { runs });
+    this.node = document.createElement("div");
+    this.node.className = `chart ${spec.name}`;
+    this.box = document.createElement("div");
+    this.box.className = "pointer-box";
+    new ResizeObserver(() => this.draw()).observe(this.node);
+  }
+
+  // Every run's curve: {run, color, style, label, decimals, xs, ys}; what was not finite is null.
+  curveList() {
+    return this.runs.flatMap((run, i) =>
+      this.curves.map(([rows, column, style, label, decimals, factor = 1]) => ({
+        run, style, label, decimals, rows,
+        color: color(i, rows, this.runs.length),
+        xs: run[rows][view.axis],
+        ys: run[rows][column].map((y) => (y === null ? null : factor * y)),
+      })));
+  }
+
+  // Choose the ranges of both axes, and the functions from values to pixels.
+  layOut(width, height, curves) {
+    const [x0, x1] = view.zoom ?? extent(this.runs.flatMap((run) => [
+      ...run.training[view.axis], ...run.validation[view.axis]]), 0.02);
+    const log = this.name === "loss" && view.scale === "log";
+    const shown = curves.filter((curve) => curve.style !== "hidden").flatMap((curve) =>
+      curve.ys.filter((y, i) => y !== null && curve.xs[i] >= x0 && curve.xs[i] <= x1 && !(log && y <= 0)));
+    let [y0, y1] = extent(log ? shown.map(Math.log) : this.zero ? [0, ...shown] : shown, 0.05);
+    if (this.zero) y0 = 0;
+    const { left, right, top, bottom } = MARGIN;
+    const fromLog = (y) => (log ? Math.log(Math.max(y, 1e-300)) : y);
+    Object.assign(this, { x0, x1, width, height });
+    this.x = (value) => left + ((value - x0) / (x1 - x0)) * (width - left - right);
+    this.xValue = (pixel) => x0 + ((pixel - left) / (width - left - right)) * (x1 - x0);
+    this.y = (value) => height - bottom - ((fromLog(value) - y0) / (y1 - y0)) * (height - top - bottom);
+    const count = height > 300 ? 6 : 4;
+    this.yTicks = log ? logTicks(Math.exp(y0), Math.exp(y1)) : ticks(y0, y1, count);
+  }
+
+  draw() {
+    const width = this.node.clientWidth, height = this.name === "loss" ? 380 : 220;
+    if (!width) return;
+    const curves = this.shown = this.curveList();
+    this.layOut(width, height, curves);
+    const { left, right, top, bottom } = MARGIN, inner = width - left - right;
+    const clip = `clip-${this.name}`, base = height - bottom;
+    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img",
+      "aria-label": this.title || "loss" });
+    root.append(svg("clipPath", { id: clip },
+      svg("rect", { x: left, y: top - 4, width: inner, height: base - top + 8 })));
+    for (const tick of this.yTicks) {
+      root.append(
+        svg("line", { class: "grid", x1: left, x2: width - right, y1: this.y(tick), y2: this.y(tick) }),
+        svg("text", { class: "y", x: left - 7, y: this.y(tick) + 4 }, tickText(tick)));
+    }
+    for (const tick of ticks(this.x0, this.x1, Math.max(2, Math.min(9, inner / 90)))) {
+      root.append(
+        svg("line", { class: "grid", x1: this.x(tick), x2: this.x(tick), y1: base, y2: base + 5 }),
+        svg("text", { class: "x", x: this.x(tick), y: base + 18 }, tickText(tick)));
+    }
+    root.append(
+      svg("line", { class: "axis", x1: left, x2: width - right, y1: base, y2: base }),
+      svg("text", { class: "x", x: left + inner / 2, y: height - 5 }, AXES[view.axis]),
+      svg("text", { class: "title", x: left, y: 14 }, this.title));
+    const inside = svg("g", { "clip-path": `url(#${clip})` });
+    for (const mark of this.runs.flatMap((run) => run.marks)) {
+      const x = this.x(mark[view.axis]);
+      inside.append(svg("line", { class: `mark ${mark.kind}`, x1: x, x2: x, y1: top, y2: base }));
+    }
+    for (const curve of curves) this.drawCurve(inside, curve);
+    this.pointer = svg("g", {});
+    root.append(inside, this.pointer);
+    this.listen(root);
+    this.node.replaceChildren(root, this.box);
+    this.leave();
+  }
+
+  drawCurve(parent, { xs, ys, style, color }) {
+    if (style === "hidden") return;
+    let path = "", pen = "M"; // a value that is not finite leaves a gap
+    ys.forEach((y, i) => {
+      if (y !== null) path += `${pen}${this.x(xs[i]).toFixed(1)},${this.y(y).toFixed(1)}`;
+      pen = y === null ? "M" : "L";
+    });
+    parent.append(svg("path", { class: `curve ${style}`, d: path, style: `stroke: ${color}` }));
+    if (style !== "dots") return;
+    ys.forEach((y, i) => y !== null && parent.append(
+      svg("circle", { cx: this.x(xs[i]), cy: this.y(y), r: 3.5, style: `fill: ${color}` })));
+  }
+
+  // The pointer shows values; dragging the mouse zooms. A finger that drags scrolls the page.
+  listen(root) {
+    let start = null;
+    const at = (event) => event.clientX - root.getBoundingClientRect().left;
+    const selection = svg("rect", { class: "selection", y: MARGIN.top, width: 0,
+      height: this.height - MARGIN.top - MARGIN.bottom });
+    root.append(selection);
+    root.addEventListener("pointerdown", (event) => {
+      if (event.pointerType !== "mouse" || event.button) return;
+      event.preventDefault(); // no text is selected
+      start = at(event);
+      root.setPointerCapture(event.pointerId);
+    });
+    root.addEventListener("pointermove", (event) => {
+      const here = at(event);
+      this.point(here);
+      if (start === null) return;
+      selection.setAttribute("x", Math.min(start, here));
+      selection.setAttribute("width", Math.abs(here - start));
+    });
+    root.addEventListener("pointerup", (event) => {
+      const ends = [start, at(event)].sort((a, b) => a - b).map(this.xValue);
+      const moved = start !== null && Math.abs(at(event) - start) > NEAR;
+      start = null;
+      if (moved) setView({ zoom: ends });
+    });
+    root.addEventListener("dblclick", () => setView({ zoom: null }));
+    root.addEventListener("pointerleave", () => this.leave());
+  }
+
+  leave() {
+    this.box.hidden = true;
+    this.pointer.replaceChildren();
+  }
+
+  // Show the values nearest to the pointer: of lines wherever they go, of dots if they are near.
+  point(pixel) {
+    this.leave();
+    const found = this.shown.map((curve) => {
+      const i = nearest(curve.xs, this.xValue(pixel));
+      return { ...curve, i, x: this.x(curve.xs[i]), distance: Math.abs(this.x(curve.xs[i]) - pixel) };
+    }).filter((point) => point.distance <= this.width);
+    if (!found.length) return;
+    const first = found.reduce((a, b) => (b.distance < a.distance ? b : a));
+    const near = (point) => point.distance <= first.distance + NEAR;
+    const beyond = ({ xs, i }) => xs.length < 2 || i === 0 || i === xs.length - 1;
+    const values = found.filter((p) => near(p) || (p.rows === "training" && !beyond(p)));
+    const marks = this.runs.flatMap((run) => run.marks.map((mark) => ({ run, ...mark })))
+      .filter((mark) => Math.abs(this.x(mark[view.axis]) - pixel) <= NEAR);
+    this.showBox(pixel, first, values.filter((p) => p.ys[p.i] !== null), marks);
+  }
+
+  showBox(pixel, first, values, marks) {
+    const { step, tokens, minutes } = first.run[first.rows];
+    const head = [["step", step[first.i].toLocaleString("en")],
+      ["tokens", `${tokens[first.i].toFixed(2)} M`], ["time", `${minutes[first.i].toFixed(1)} min`]];
+    const several = this.runs.length > 1;
+    const table = document.createElement("table");
+    const row = (label, text, color) => {
+      const line = table.insertRow(), name = line.insertCell(), value = line.insertCell();
+      name.textContent = label;
+      value.textContent = text;
+      if (color) name.style.color = color;
+    };
+    for (const [label, text] of head) row(label, text);
+    for (const { run, rows, i, label, ys, decimals, color } of values) {
+      const other = run[rows].step[i] === step[first.i] ? "" : ` (step ${run[rows].step[i]})`;
+      row((several ? `${run.name}: ` : "") + label + other, valueText(ys[i], decimals), color);
+    }
+    for (const mark of marks) row(several ? mark.run.name : "event", `${mark.text} (step ${mark.step})`);
+    this.box.replaceChildren(table);
+    this.box.hidden = false;
+    const left = pixel > this.width / 2;
+    this.box.style.left = left ? "auto" : `${pixel + 14}px`;
+    this.box.style.right = left ? `${this.width - pixel + 14}px` : "auto";
+    this.pointer.append(svg("line", { class: "axis", x1: first.x, x2: first.x, y1: MARGIN.top,
+      y2: this.height - MARGIN.bottom }));
+    for (const { x, ys, i, style, color } of values) {
+      if (style !== "hidden") this.pointer.append(
+        svg("circle", { cx: x, cy: this.y(ys[i]), r: 4, style: `fill: ${color}` }));
+    }
+  }
+
+  // Download the chart with the style sheet in it; a file has no other way to its colors.
+  save() {
+    const copy = this.node.querySelector("svg").cloneNode(true);
+    copy.prepend(svg("style", {}, document.querySelector("style").textContent));
+    copy.setAttribute("data-theme", document.documentElement.dataset.theme);
+    copy.setAttribute("width", this.width);
+    const text = new XMLSerializer().serializeToString(copy);
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([text], { type: "image/svg+xml" }));
+    link.download = `${this.name}.svg`;
+    link.click();
+    URL.revokeObjectURL(link.href);
+  }
+}
+
+// [lowest, highest] of the values, with a margin on both sides.
+function extent(values, margin) {
+  if (!values.length) return [0, 1];
+  let low = Infinity, high = -Infinity;
+  for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
+  const more = margin * (high - low) || Math.abs(high) * margin || 1;
+  return [low - more, high + more];
+}
+
+// Index of the value nearest to x, in ascending values.
+function nearest(values, x) {
+  let low = 0, high = values.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (values[middle] < x) low = middle; else high = middle;
+  }
+  return x - values[low] <= values[high] - x ? low : high;
+}
+
+let charts = [];
+
+function setView(change) {
+  Object.assign(view, change);
+  document.getElementById("reset").hidden = view.zoom === null;
+  for (const chart of charts) chart.draw();
+}
+
+// Draw every chart of which there is data.
+function startCharts(place, runs) {
+  const has = ([rows, column]) => runs.some((run) => run[rows][column].some((y) => y !== null));
+  charts = CHARTS.filter((spec) => spec.name === "loss" || spec.curves.some(has))
+    .map((spec) => new Chart(spec, runs));
+  place.append(...charts.map((chart) => chart.node));
+  setView({});
+}
