@@ -1,8 +1,11 @@
-"""Options as dataclass fields: `--name=value`, help and exit codes. Standard library only.
+"""Options as dataclass fields: `--name=value`, ranges, --help. Standard library only.
 
-A section is a dataclass; its fields are the options, `name: Annotated[type, "one line"] = default`.
-A section called "" has no prefix, so its options are typed by their own name alone. Options of a
-training run say after the line how a resume treats them (training/resume.py).
+A section is a dataclass whose fields are the options: `name: Annotated[type, "help"] = default`. A
+section called "" has no prefix. Options of a training run also say how a resumed run treats another
+value, `Annotated[type, "help", "must"]`: see training/resume.py.
+
+This is not argparse, which stops at the first mistake and cannot tell `--flag word` from
+`--name value`; collecting every mistake on top of it takes more code than the loop below.
 """
 
 from __future__ import annotations
@@ -12,27 +15,17 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Section = TypeVar("Section")
 
-BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-
-IN_WORDS = {
-    int: "a whole number (such as 1000 or 1e3)",
-    float: "a finite number (such as 0.1 or 3e-4)",
-    bool: "true or false",
-    str: "text",
-    type(None): "none",
-}
-IN_SHORT = {int: "INT", float: "NUMBER", bool: "true|false", str: "TEXT", type(None): "none"}
-
 
 class ConfigError(ValueError):
-    """A user's mistake, in plain words: the name, the value, what is allowed, what to do."""
+    """A user's mistake, one line per problem: the name, the value, what is allowed, what to do."""
 
     exit_code = 2
 
@@ -50,28 +43,15 @@ class Option:
     annotation: Any
     help: str
     default: Any
-    resume: str  # how a resume treats it (training/resume.py); "" outside of a training run
+    resume: str  # how a resumed run treats another value; "" if it is not a run's option
 
     @property
     def full_name(self) -> str:
         return f"{self.section}.{self.name}" if self.section else self.name
 
-    @property
-    def repeats(self) -> bool:
-        return get_origin(self.annotation) is tuple
-
-
-@dataclass
-class Arguments:
-    """What a command line said: section -> name -> value, the rest in order, and what is wrong."""
-
-    values: dict[str, dict[str, Any]]
-    positionals: list[str]
-    problems: list[str]
-
 
 def options_of(sections: Mapping[str, type]) -> list[Option]:
-    """Every option of these sections, in the order of the fields."""
+    """Return every option of these sections, in the order of the fields."""
     return [option for name, cls in sections.items() for option in _options_of(name, cls)]
 
 
@@ -80,22 +60,172 @@ def _options_of(section: str, cls: type) -> list[Option]:
     found = []
     hints = get_type_hints(cls, include_extras=True)  # slow, hence the cache
     for field in fields(cls):
-        annotation, text, resume = _without_notes(hints[field.name])
+        annotation, text, resume = hints[field.name], "", []
+        if get_origin(annotation) is Annotated:
+            annotation, text, *resume = get_args(annotation)
         default = field.default if field.default is not MISSING else None
         if field.default_factory is not MISSING:
             default = field.default_factory()
-        found.append(Option(section, field.name, annotation, text, default, resume))
+        found.append(Option(section, field.name, annotation, text, default, "".join(resume)))
     return found
 
 
-def _without_notes(annotation: Any) -> tuple[Any, str, str]:
-    if get_origin(annotation) is Annotated:
-        inner, text, *resume = get_args(annotation)
-        return inner, text, "".join(resume)
-    return annotation, "", ""
+# Values: int, float, bool, str, Literal, tuple[X, ...], None and unions of them
+
+KINDS = {  # type -> (in messages, in --help)
+    int: ("a whole number (such as 1000 or 1e3)", "INT"),
+    float: ("a finite number (such as 0.1 or 3e-4)", "NUMBER"),
+    bool: ("true or false", "true|false"),
+    str: ("text", "TEXT"),
+    type(None): ("none", "none"),
+}
+BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def parse_value(annotation: Any, text: str, name: str) -> Any:
+    """Convert typed text to a value of `annotation`; `tuple[X, ...]` gives a tuple of one.
+
+    "none" and "auto" give None where None is allowed. A str stays as it is, whatever it looks like.
+    Raises ValueError with the name, the text and what is allowed.
+    """
+    try:
+        return _convert(annotation, text, _from_text)
+    except ValueError:
+        typed = text if text.isprintable() else repr(text)
+        raise ValueError(f"{name}={typed}: must be {in_words(annotation)}") from None
+
+
+def conform(annotation: Any, value: Any, name: str) -> Any:
+    """Convert a value from a config file or JSON to its declared type: 1 to 1.0, a list to a tuple.
+
+    Raises ValueError with the name, the value and what is allowed.
+    """
+    try:
+        return _convert(annotation, value, _from_value)
+    except (ValueError, OverflowError):
+        raise ValueError(f"{name}={value!r}: must be {in_words(annotation)}") from None
+
+
+def _convert(annotation: Any, value: Any, convert: Callable[[Any, Any], Any]) -> Any:
+    """Look into unions, literals and tuples; `convert` handles the simple types."""
+    members = get_args(annotation)
+    if _is_union(annotation):
+        # Literals first: in `int | None | Literal["auto"]` the word auto is a value of its own.
+        for member in sorted(members, key=lambda member: get_origin(member) is not Literal):
+            with suppress(ValueError):
+                return _convert(member, value, convert)
+    elif get_origin(annotation) is Literal:
+        for choice in members:
+            with suppress(ValueError):
+                if convert(type(choice), value) == choice:
+                    return choice
+    elif get_origin(annotation) is tuple:
+        items = (value,) if convert is _from_text else value
+        if isinstance(items, (list, tuple)):
+            return tuple(_convert(members[0], item, convert) for item in items)
+    else:
+        return convert(annotation, value)
+    raise ValueError(value)
+
+
+def _from_text(kind: type, text: str) -> Any:
+    word = text.strip().lower()
+    if kind is str:
+        return text
+    if kind is bool and word in BOOLS:
+        return BOOLS[word]
+    if kind is type(None) and word in ("none", "auto"):
+        return None
+    if kind is int:
+        with suppress(ValueError):
+            return int(text)
+        number = float(text)  # 1e3 is a whole number too; beyond 2**53 a float is not exact
+        if number.is_integer() and abs(number) < 2**53:
+            return int(number)
+    if kind is float and math.isfinite(float(text)):
+        return float(text)
+    raise ValueError(text)
+
+
+def _from_value(kind: type, value: Any) -> Any:
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if kind is not float and type(value) is kind:  # exactly: True is not an int
+        return value
+    raise ValueError(value)
+
+
+def _is_union(annotation: Any) -> bool:
+    # `int | None` and `Union[int, None]` have different origins before Python 3.14.
+    origin = get_origin(annotation)
+    return origin is Union or getattr(origin, "__name__", "") == "UnionType"
+
+
+def in_words(annotation: Any) -> str:
+    """Say what is allowed, for messages: "auto or float32"."""
+    return _spell(annotation, 0, " or ")
+
+
+def in_short(annotation: Any) -> str:
+    """Say what is allowed, for --help and tables: "INT|none"."""
+    return _spell(annotation, 1, "|")
+
+
+def _spell(annotation: Any, form: int, between: str) -> str:
+    members = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return between.join(map(str, members))
+    if get_origin(annotation) is tuple:
+        return _spell(members[0], form, between) + " (may be repeated)"
+    if _is_union(annotation):
+        return between.join(_spell(member, form, between) for member in members)
+    return KINDS[annotation][form]
+
+
+def typed_text(value: Any) -> str:
+    """Write a value as it would be typed; an empty text as ""."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value) or '""'
+
+
+# Ranges, for the `problems()` of a section
+
+Rule = tuple[str, Callable[[Any], bool]]  # what is allowed, and the test of it
+
+ABOVE_0: Rule = ("above 0", lambda value: value > 0)
+AT_LEAST_0: Rule = ("at least 0", lambda value: value >= 0)
+AT_LEAST_1: Rule = ("at least 1", lambda value: value >= 1)
+AT_LEAST_1_OR_NONE: Rule = ("at least 1 (or none)", lambda value: value is None or value >= 1)
+AT_LEAST_2: Rule = ("at least 2", lambda value: value >= 2)
+BELOW_1: Rule = ("in [0, 1)", lambda value: 0 <= value < 1)
+FRACTION: Rule = ("in [0, 1]", lambda value: 0 <= value <= 1)
+SEED: Rule = ("in [0, 2**63)", lambda value: 0 <= value < 2**63)
+
+
+def out_of_range(section: str, config: Any, rules: Mapping[str, Rule]) -> list[str]:
+    """Return one line per field that breaks its rule; a key of `rules` names one or more fields."""
+    prefix = f"{section}." if section else ""
+    return [
+        f"{prefix}{name}={value}: must be {allowed}"
+        for names, (allowed, is_right) in rules.items()
+        for name in names.split()
+        if not is_right(value := getattr(config, name))
+    ]
 
 
 # The command line
+
+
+@dataclass
+class Arguments:
+    """A parsed command line: {section: {name: value}}, the other arguments, and all mistakes."""
+
+    values: dict[str, dict[str, Any]]
+    positionals: list[str]
+    problems: list[str]
 
 
 def parse_arguments(
@@ -105,15 +235,14 @@ def parse_arguments(
     positionals: Sequence[str] = (),
     hints: Mapping[str, str] | None = None,
 ) -> Arguments:
-    """Read `--section.name=value`, `--name=value`, `--name value` and `--flag`; the rest in order.
+    """Parse `--section.name=value`, `--name=value`, `--name value` and `--flag`.
 
-    `positionals` names the rest: "RUN" is needed, "[RUN]" may be left out, "RUN..." is one or more.
-    `hints` maps names that people type to the option that is meant, for suggestions only.
-    Nothing is raised: every mistake is a line in `problems`, for the caller to raise at once.
+    `positionals` names the other arguments: "RUN" is required, "[RUN]" optional, "RUN..." one or
+    more. `hints` maps names that people type to the option they mean, for suggestions only.
+    Nothing is raised: every mistake is a line in `problems`, to be raised together.
     """
     options = options_of(sections)
-    known = {option.name: option for option in options}
-    known |= {option.full_name: option for option in options}
+    known = {name: option for option in options for name in (option.name, option.full_name)}
     found = Arguments({section: {} for section in sections}, [], [])
     tokens = deque(argv)
     while tokens:
@@ -121,32 +250,35 @@ def parse_arguments(
         if not _is_option(token):
             found.positionals.append(token)
             continue
-        name, has_value, given = token.removeprefix("--").partition("=")
-        option = known.get(name) if token.startswith("--") else None
+        typed, equals, text = token.partition("=")
+        name = typed.removeprefix("--")
+        option = known.get(name) if typed.startswith("--") else None
+        # A misspelled option takes its value along, which would otherwise be reported, too.
         meant = option or known.get(nearest(name, known, hints) or "")
-        text = given if has_value or meant is None else _take_value(meant, tokens)
-        if option is None:
-            found.problems.append(_unknown(token.partition("=")[0], meant))
+        value = text if equals else _take_value(meant, tokens)
+        if option:
+            _record(found, option, value)
         else:
-            _record(found, option, text)
+            advice = f"did you mean --{meant.full_name}?" if meant else "--help lists them all"
+            found.problems.append(f"{typed} is not an option: {advice}")
     found.problems += _positional_problems(found.positionals, positionals)
     return found
 
 
 def _is_option(token: str) -> bool:
-    # "-5", "-" and "- item" are values; "--" and whatever has a letter after its dashes is not.
+    # "-5", "-" and "- item" are values; "--..." and a dash with a letter after it are not.
     return token.startswith("--") or re.match(r"-[A-Za-z_]", token) is not None
 
 
-def _take_value(option: Option, tokens: deque[str]) -> str | None:
-    """The value of `--name value`; "true" for a flag that stands alone; None if it is missing."""
-    if option.annotation is bool:
+def _take_value(option: Option | None, tokens: deque[str]) -> str | None:
+    """Take the value of `--name value`: "true" for a flag that stands alone, None if missing."""
+    if option and option.annotation is bool:
         return tokens.popleft() if tokens and tokens[0].lower() in BOOLS else "true"
-    return tokens.popleft() if tokens and not _is_option(tokens[0]) else None
+    return tokens.popleft() if option and tokens and not _is_option(tokens[0]) else None
 
 
 def _record(found: Arguments, option: Option, text: str | None) -> None:
-    name = option.full_name
+    name, section = option.full_name, found.values[option.section]
     if text is None:
         found.problems.append(f"--{name} needs a value: --{name}=VALUE")
         return
@@ -155,21 +287,20 @@ def _record(found: Arguments, option: Option, text: str | None) -> None:
     except ValueError as error:
         found.problems.append(str(error))
         return
-    section = found.values[option.section]
-    if option.repeats:
+    if isinstance(value, tuple):
         value = section.get(option.name, ()) + value
     elif section.get(option.name, value) != value:
-        found.problems.append(f"--{name} is given twice, with different values: keep one")
+        found.problems.append(f"--{name} is given twice with different values: keep one")
     section[option.name] = value
 
 
 def nearest(
     name: str, known: Mapping[str, Option], hints: Mapping[str, str] | None = None
 ) -> str | None:
-    """The option that `name` most probably means, by its full name; None if nothing is close.
+    """Return the full name of the option that `name` most likely means; None if nothing is close.
 
-    A typing mistake seldom hits the first letter, so names that begin alike are enough with less in
-    common; and `--theta` means the one option that has the word, `rope_theta`.
+    Typing mistakes seldom hit the first letter, so names that begin alike need less in common.
+    `--theta` means the only option that contains the word, `rope_theta`.
     """
     meant = {other: option.full_name for other, option in known.items()}
     meant |= {other: known[ours].full_name for other, ours in (hints or {}).items()}
@@ -183,14 +314,9 @@ def nearest(
     return with_word.pop() if len(with_word) == 1 else None
 
 
-def _unknown(typed: str, meant: Option | None) -> str:
-    advice = f"did you mean --{meant.full_name}?" if meant else "--help lists them all"
-    return f"{typed} is not an option: {advice}"
-
-
 def _positional_problems(given: Sequence[str], names: Sequence[str]) -> list[str]:
-    needed = [name for name in names if not name.startswith("[")]
-    problems = [f"{name} is missing" for name in needed[len(given) :]]
+    required = [name for name in names if not name.startswith("[")]
+    problems = [f"{name} is missing" for name in required[len(given) :]]
     if not any(name.rstrip("]").endswith("...") for name in names):
         for extra in given[len(names) :]:
             meant = f": did you mean --{extra}?" if re.match(r"[a-z_.]+=", extra) else ""
@@ -199,15 +325,11 @@ def _positional_problems(given: Sequence[str], names: Sequence[str]) -> list[str
 
 
 def parse_options(
-    argv: Sequence[str],
-    section: type[Section],
-    *,
-    usage: str,
-    positionals: Sequence[str] = (),
+    argv: Sequence[str], section: type[Section], *, usage: str, positionals: Sequence[str] = ()
 ) -> tuple[Section, list[str]]:
-    """A script's options and positional arguments; prints the help and exits 0 for `--help`.
+    """Return a script's options and its other arguments; for `--help`, print it and exit 0.
 
-    Raises ConfigError with every mistake at once, those of `section.problems()` included.
+    Raises ConfigError with all mistakes at once, those of `section.problems()` included.
     """
     parsed, rest = parse_sections(argv, {"": section}, usage=usage, positionals=positionals)
     return parsed[""], rest
@@ -220,7 +342,7 @@ def parse_sections(
     usage: str,
     positionals: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """As `parse_options`, for several sections: {section: instance} and positional arguments."""
+    """As `parse_options`, for several sections: {section: instance} and the other arguments."""
     exit_for_help(argv, usage, sections)
     found = parse_arguments(argv, sections, positionals=positionals)
     parsed = {name: cls(**found.values[name]) for name, cls in sections.items()}
@@ -232,162 +354,30 @@ def parse_sections(
     return parsed, found.positionals
 
 
-# Values, from their annotation: int, float, bool, str, Literal, tuple[X, ...], None, unions
-
-
-def parse_value(annotation: Any, text: str, name: str) -> Any:
-    """`text`, as typed, as a value of `annotation`; `tuple[X, ...]` gives a tuple of one.
-
-    "none" and "auto" give None where None is allowed. A str stays as it is, whatever it looks like.
-    Raises ValueError that says the name, the text and what is allowed.
-    """
-    try:
-        return _parse(annotation, text)
-    except ValueError:
-        typed = text if text.isprintable() else repr(text)
-        raise ValueError(f"{name}={typed}: must be {in_words(annotation)}") from None
-
-
-def _parse(annotation: Any, text: str) -> Any:
-    if annotation is str:
-        return text
-    if annotation is bool:
-        return _choose(BOOLS, text.strip().lower())
-    if annotation is int:
-        return _parse_int(text)
-    if annotation is float:
-        return _finite(float(text))
-    members = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return _choose({str(choice): choice for choice in members}, text)
-    if get_origin(annotation) is tuple:
-        return (_parse(members[0], text),)
-    if is_union(annotation):
-        return _parse_union(members, text)
-    raise TypeError(f"an option cannot be of type {annotation}")
-
-
-def _parse_union(members: tuple[Any, ...], text: str) -> Any:
-    # Literals first: in `int | None | Literal["auto"]` the word auto is a value of its own.
-    for member in sorted(members, key=lambda member: get_origin(member) is not Literal):
-        try:
-            return _parse_none(text) if member is type(None) else _parse(member, text)
-        except ValueError:
-            continue
-    raise ValueError(text)
-
-
-def _parse_none(text: str) -> None:
-    if text.strip().lower() not in ("none", "auto"):
-        raise ValueError(text)
-
-
-def _parse_int(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        number = float(text)  # 1e3 is a whole number too; beyond 2**53 a float is not exact
-        if number.is_integer() and abs(number) < 2**53:
-            return int(number)
-        raise
-
-
-def _finite(number: float) -> float:
-    if not math.isfinite(number):
-        raise ValueError(number)
-    return number
-
-
-def _choose(choices: Mapping[str, Any], text: str) -> Any:
-    if text not in choices:
-        raise ValueError(text)
-    return choices[text]
-
-
-def conform(annotation: Any, value: Any, name: str) -> Any:
-    """`value`, from a config file or JSON, as the annotation's type: 1 becomes 1.0, a list a tuple.
-
-    Raises ValueError that says the name, the value and what is allowed.
-    """
-    try:
-        return _conform(annotation, value)
-    except (ValueError, OverflowError):
-        raise ValueError(f"{name}={value!r}: must be {in_words(annotation)}") from None
-
-
-def _conform(annotation: Any, value: Any) -> Any:
-    members = get_args(annotation)
-    if is_union(annotation):
-        for member in members:
-            try:
-                return _conform(member, value)
-            except ValueError:
-                continue
-    elif get_origin(annotation) is Literal:
-        if any(value == choice and type(value) is type(choice) for choice in members):
-            return value
-    elif get_origin(annotation) is tuple:
-        if isinstance(value, (list, tuple)):
-            return tuple(_conform(members[0], item) for item in value)
-    elif annotation is float and type(value) in (int, float):
-        return _finite(float(value))
-    elif type(value) is annotation:  # exactly: True is no whole number
-        return value
-    raise ValueError(value)
-
-
-def is_union(annotation: Any) -> bool:
-    # `int | None` and `Union[int, None]` have different origins before Python 3.14.
-    origin = get_origin(annotation)
-    return origin is Union or getattr(origin, "__name__", "") == "UnionType"
-
-
-def in_words(annotation: Any) -> str:
-    """What may be typed, for messages: "auto or float32"."""
-    return _spell(annotation, IN_WORDS, " or ")
-
-
-def in_short(annotation: Any) -> str:
-    """What may be typed, for help and tables: "INT|none"."""
-    return _spell(annotation, IN_SHORT, "|")
-
-
-def _spell(annotation: Any, names: Mapping[type, str], between: str) -> str:
-    members = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return between.join(map(str, members))
-    if get_origin(annotation) is tuple:
-        return _spell(members[0], names, between) + " (may be repeated)"
-    if is_union(annotation):
-        return between.join(_spell(member, names, between) for member in members)
-    return names[annotation]
-
-
 # Help
 
 
 def exit_for_help(argv: Sequence[str], usage: str, sections: Mapping[str, type]) -> None:
-    """Print the help and exit 0 if it is asked for, whatever else was typed."""
+    """Print the help and exit 0 if argv asks for it, whatever else it holds."""
     if "--help" in argv or "-h" in argv:
         print_once(help_text(usage, sections))
         raise SystemExit(0)
 
 
 def first_on_machine() -> bool:
-    """Whether this process is the first rank of its machine, or no rank at all."""
+    """Return whether this process is its machine's first rank, or not a rank at all."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def print_once(text: str) -> None:
-    """Print what all ranks of a machine have read from the same command line."""
+    """Print from the first rank of a machine only: all of them parse the same command line."""
     if first_on_machine():
         print(text)
 
 
 def help_text(usage: str, sections: Mapping[str, type]) -> str:
-    """Every option by section: how it is typed, one line about it, its default."""
-    lines = [f"usage: {usage}"]
-    section = None
+    """List every option by section: what to type, its help, its default."""
+    lines, section = [f"usage: {usage}"], None
     for option in options_of(sections):
         if option.section != section:
             section = option.section
@@ -398,12 +388,3 @@ def help_text(usage: str, sections: Mapping[str, type]) -> str:
             typed = ""
         lines.append(f"{typed:38}  {option.help} [{typed_text(option.default)}]")
     return "\n".join(lines)
-
-
-def typed_text(value: Any) -> str:
-    """A value as it would be typed; "" stands for itself."""
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
-    return str(value).removesuffix(".0") if isinstance(value, float) else str(value) or '""'

@@ -13,18 +13,27 @@ import os
 import re
 import runpy
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cli.options import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    AT_LEAST_1_OR_NONE,
+    AT_LEAST_2,
+    BELOW_1,
+    FRACTION,
+    SEED,
     ConfigError,
     conform,
     exit_for_help,
     in_short,
     nearest,
     options_of,
+    out_of_range,
     parse_arguments,
     print_once,
     typed_text,
@@ -34,25 +43,6 @@ from model.config import ModelConfig
 
 # Sections. Every field is an option, `--optim.lr=3e-4` or `--lr=3e-4` (names are unique over all
 # sections): its type, its help, and how a resumed run treats another value (training/resume.py).
-
-Rule = tuple[str, Callable[[Any], bool]]  # what is allowed, and the test of it
-
-ABOVE_0: Rule = ("above 0", lambda value: value > 0)
-AT_LEAST_0: Rule = ("at least 0", lambda value: value >= 0)
-AT_LEAST_1: Rule = ("at least 1", lambda value: value >= 1)
-AT_LEAST_2: Rule = ("at least 2", lambda value: value >= 2)
-BELOW_1: Rule = ("in [0, 1)", lambda value: 0 <= value < 1)
-FRACTION: Rule = ("in [0, 1]", lambda value: 0 <= value <= 1)
-
-
-def out_of_range(section: str, config: Any, rules: Mapping[str, Rule]) -> list[str]:
-    """Return one line per field that breaks its rule; a key of `rules` names one or more fields."""
-    return [
-        f"{section}.{name}={value}: must be {allowed}"
-        for names, (allowed, is_right) in rules.items()
-        for name in names.split()
-        if not is_right(value := getattr(config, name))
-    ]
 
 
 def seconds_of(text: str) -> float:
@@ -188,8 +178,8 @@ class RunConfig:
             "max_steps eval_interval checkpoint_interval": AT_LEAST_1,
             "keep_checkpoints": AT_LEAST_2,
             "eval_windows patience": AT_LEAST_0,
-            "seed": ("in [0, 2**63)", lambda seed: 0 <= seed < 2**63),
-            "threads": ("at least 1 (or none)", lambda n: n is None or n >= 1),
+            "seed": SEED,
+            "threads": AT_LEAST_1_OR_NONE,
             "device": ("auto, cpu, cuda, cuda:N or mps", _is_device),
             "time_budget": ("a time such as 90s, 10m, 1.5h or 2d, or fits:RUN", _is_budget),
         }
