@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,14 @@ def _penalised(logits: Tensor, settings: SamplingConfig, seen: Tensor | None) ->
 
 
 def generate(
+    model: GPT, prompt: Tensor, settings: SamplingConfig, rng: torch.Generator, **options: Any
+) -> Iterator[Tensor]:
+    """Yield the next ids, (B,) int64 at a time. Arguments as of `generate_with_logits`."""
+    for ids, _ in generate_with_logits(model, prompt, settings, rng, **options):
+        yield ids
+
+
+def generate_with_logits(
     model: GPT,
     prompt: Tensor,
     settings: SamplingConfig,
@@ -64,8 +73,9 @@ def generate(
     never: Sequence[int] = (),
     first_ids: Sequence[int] = (),
     use_cache: bool = True,
-) -> Iterator[Tensor]:
-    """Yield the next ids, (B,) int64 at a time, until max_new_tokens or every row has stopped.
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the next ids, (B,) int64, and the logits (B, V) that they were drawn from, until
+    max_new_tokens or every row has stopped.
 
     prompt: (B, P) ids, P >= 1, all rows of one length; of a longer one than the context, the last
         context_length are used.
@@ -111,7 +121,7 @@ def generate(
             if seen is not None:
                 seen.scatter_(1, ids[:, None], True)
             window = torch.cat((window, ids[:, None]), dim=1)
-        yield ids.clone()  # an ordinary tensor again
+        yield ids.clone(), logits.clone()  # ordinary tensors again
         if len(stops) and bool(stopped.all()):
             return
 

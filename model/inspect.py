@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import CausalSelfAttention, reference_attention
 from model.config import ModelConfig
-from model.gpt import GPT, inference
+from model.gpt import GPT, Block, inference
 
 PARTS = ("embedding", "positions", "attention", "mlp", "norms", "head")
 
@@ -124,3 +125,24 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
     finally:
         model.use_attention(attend)
     return torch.stack(maps)
+
+
+@torch.no_grad()
+def logit_lens(model: GPT, tokens: Tensor) -> Tensor:
+    """Logits read from every residual stream, (L + 1, B, T, V), for tokens (B, T).
+
+    [l] is what the model would predict if its last layers were left out: the stream before layer l,
+    through the final norm and the head (nostalgebraist 2020, "interpreting GPT: the logit lens").
+    [L] is the model's own output. Raises ValueError for more tokens than the context.
+    """
+    streams: list[Tensor] = []
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    hooks = [b.register_forward_pre_hook(lambda _, args: streams.append(args[0])) for b in blocks]
+    hooks.append(model.norm.register_forward_pre_hook(lambda _, args: streams.append(args[0])))
+    try:
+        with inference(model):
+            model.forward(tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack([F.linear(model.norm(x), model.head_weight) for x in streams])

@@ -1,0 +1,1 @@
+"""The playground: type a prompt, watch tokens arrive, branch, and look inside."""
