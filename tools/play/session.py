@@ -19,7 +19,7 @@ from training.observer import token_text
 
 LIKELIEST = 10  # alternatives kept for every token
 LENS_TOKENS = 3  # shown per layer
-SHOWN = 24  # bars of the distribution
+SHOWN = 12  # bars of the distribution
 
 
 class Session:
