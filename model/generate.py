@@ -74,8 +74,7 @@ def generate_with_logits(
     first_ids: Sequence[int] = (),
     use_cache: bool = True,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the next ids, (B,) int64, and the logits (B, V) that they were drawn from, until
-    max_new_tokens or every row has stopped.
+    """Yield the next ids (B,) and their logits (B, V), to max_new_tokens or till all rows stopped.
 
     prompt: (B, P) ids, P >= 1, all rows of one length; of a longer one than the context, the last
         context_length are used.
