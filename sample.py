@@ -1,4 +1,4 @@
-"""Continue a prompt: `python sample.py out/small --prompt "def "`."""
+"""Generate text from a trained model: `python sample.py out/small --prompt "def "`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cli.command import ended_by_ctrl_c, run_command, shown
-from cli.options import ConfigError, parse_sections
+from cli.options import (
+    AT_LEAST_1,
+    AT_LEAST_1_OR_NONE,
+    SEED,
+    ConfigError,
+    out_of_range,
+    parse_sections,
+)
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from torch import Tensor
 
-    from data.tokenizer import Tokenizer
+    from data.tokenizer import StreamDecoder, Tokenizer
     from model.config import SamplingConfig
     from model.gpt import GPT
 
@@ -25,46 +32,40 @@ USAGE = (
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """What to continue, how often, and where it runs."""
+    """Prompt, number of samples, checkpoint and device."""
 
-    prompt: Annotated[str, "text to continue; empty: from the start of a document"] = ""
+    prompt: Annotated[str, "text to continue; default: the start of a document"] = ""
     prompt_file: Annotated[str, "read the prompt from this file (UTF-8); -: standard input"] = ""
-    special: Annotated[bool, "special tokens in the prompt are read as such, not as text"] = False
-    num_samples: Annotated[int, "continuations, drawn side by side"] = 1
-    seed: Annotated[int, "the same seed draws the same samples"] = 1
-    stop: Annotated[tuple[str, ...], "end at this text, which is not printed; may be repeated"] = ()
-    ignore_eot: Annotated[bool, "go on after the end of a document"] = False
-    stream: Annotated[bool, "print characters as they come (one sample only)"] = True
-    which: Annotated[str, "checkpoint: best, latest or a step; best if there is one"] = ""
+    special: Annotated[bool, "parse special tokens in the prompt, such as <|endoftext|>"] = False
+    num_samples: Annotated[int, "number of samples, generated as one batch"] = 1
+    seed: Annotated[int, "random seed"] = 1
+    stop: Annotated[tuple[str, ...], "stop before this text; may be repeated"] = ()
+    ignore_eot: Annotated[bool, "continue after the end of a document"] = False
+    stream: Annotated[bool, "print text while it is generated (one sample only)"] = True
+    which: Annotated[str, "checkpoint: best, latest or a step; default: best if there is one"] = ""
     device: Annotated[str, "auto, cpu, cuda, cuda:N or mps"] = "auto"
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], "of the matrix products"] = (
-        "float32"
-    )
-    threads: Annotated[int | None, "CPU threads; torch's choice unless given"] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        "compute precision (dtype of matrix multiplications)",
+    ] = "float32"
+    threads: Annotated[int | None, "CPU threads; default: PyTorch's choice"] = None
 
     def problems(self) -> list[str]:
-        """What is wrong, in plain words."""
-        found = []
+        rules = {"num_samples": AT_LEAST_1, "seed": SEED, "threads": AT_LEAST_1_OR_NONE}
+        found = out_of_range("", self, rules)
         if self.prompt and self.prompt_file:
             found.append("prompt and prompt_file are both given: keep one")
-        if self.num_samples < 1:
-            found.append(f"num_samples={self.num_samples}: must be at least 1")
-        if not 0 <= self.seed < 2**63:
-            found.append(f"seed={self.seed}: must be in [0, 2**63)")
-        if any(text == "" for text in self.stop):
+        if "" in self.stop:
             found.append("stop is empty: give the text to stop at")
-        if self.threads is not None and self.threads < 1:
-            found.append(f"threads={self.threads}: must be at least 1 (or none)")
         return found
 
 
 def main(argv: list[str]) -> int:
-    """Read the options, the checkpoint and the prompt; print the continuations."""
+    """Parse the options, load the checkpoint and print the samples."""
     from model.config import SamplingConfig
 
-    parsed, (run,) = parse_sections(
-        argv, {"": SampleOptions, "sampling": SamplingConfig}, usage=USAGE, positionals=["RUN"]
-    )
+    sections = {"": SampleOptions, "sampling": SamplingConfig}
+    parsed, (run,) = parse_sections(argv, sections, usage=USAGE, positionals=["RUN"])
     options, settings = parsed[""], parsed["sampling"]
     prompt = read_prompt(options)
 
@@ -85,9 +86,9 @@ def main(argv: list[str]) -> int:
 
 
 def read_prompt(options: SampleOptions) -> str:
-    """The prompt's text; in a file, as in the data, every end of line counts as a newline.
+    """Return the prompt. Line ends in a file become newlines, as they do in training data.
 
-    Raises ConfigError for a file that is not there, and for what is not UTF-8.
+    Raises ConfigError if the file cannot be read or the prompt is not UTF-8.
     """
     name = f"prompt_file={options.prompt_file}" if options.prompt_file else "prompt"
     try:
@@ -108,71 +109,57 @@ def read_prompt(options: SampleOptions) -> str:
 def write_samples(
     model: GPT, tokenizer: Tokenizer, prompt: str, options: SampleOptions, settings: SamplingConfig
 ) -> None:
-    """Print the continuations: one as it comes, several one after the other once they are done, or
-    as far as they are at Ctrl-C."""
-    pieces = continuations(model, tokenizer, prompt, options, settings)
-    if options.num_samples == 1 and options.stream:
-        print(shown(prompt, sys.stdout), end="", flush=True)
-        try:
-            for _, text in pieces:
-                print(shown(text, sys.stdout), end="", flush=True)
-        finally:
-            print()
-        return
-    texts = [prompt] * options.num_samples
-    try:
-        for row, text in pieces:
-            texts[row] += text
-    finally:
-        for number, text in enumerate(texts, start=1):
-            if options.num_samples > 1:
-                print(f"--- sample {number}")
-            print(shown(text, sys.stdout))
+    """Print one sample while it is generated, or several once all are done or Ctrl-C is pressed.
 
-
-def continuations(
-    model: GPT, tokenizer: Tokenizer, prompt: str, options: SampleOptions, settings: SamplingConfig
-) -> Iterator[tuple[int, str]]:
-    """(sample number from 0, new text), interleaved, until every sample has ended.
-
-    A prompt longer than the context is said. Raises ConfigError, at once, for characters that the
-    tokenizer does not know and for ids that the model does not know.
+    Raises ConfigError for characters that the tokenizer, or ids that the model does not know.
     """
     import torch
 
     from data.tokenizer import StreamDecoder, prompt_ids
     from model.generate import generate
 
-    ids, first, skip = prompt_ids(tokenizer, prompt, model.config.vocab_size, options.special)
-    device, context = next(model.parameters()).device, model.config.context_length
+    vocab_size, context = model.config.vocab_size, model.config.context_length
+    ids, first_ids, skip = prompt_ids(tokenizer, prompt, vocab_size, options.special)
     if len(ids) > context:
-        print(
-            f"note: the prompt has {len(ids)} tokens; the model sees the last {context}",
-            file=sys.stderr,
-        )
-    ends = () if options.ignore_eot else tokenizer.stop_ids
+        note = f"note: the prompt has {len(ids)} tokens; the model sees only the last {context}"
+        print(note, file=sys.stderr)
+    device = next(model.parameters()).device
+    stop_ids = () if options.ignore_eot else tokenizer.stop_ids
     new_ids = generate(
         model,
         torch.tensor([ids] * options.num_samples, device=device),
         settings,
         torch.Generator(device).manual_seed(options.seed),
-        stop_ids=ends,
-        never=tokenizer.unused_ids(model.config.vocab_size),
-        first_ids=first,
+        stop_ids=stop_ids,
+        never=tokenizer.unused_ids(vocab_size),
+        first_ids=first_ids,
     )
     rows = [Row(StreamDecoder(tokenizer, skip), options.stop) for _ in range(options.num_samples)]
-    return texts_of(new_ids, rows, ends)
+    texts, streaming = [prompt] * len(rows), options.stream and len(rows) == 1
+    if streaming:
+        print(shown(prompt, sys.stdout), end="", flush=True)
+    try:
+        for number, text in new_texts(new_ids, rows, stop_ids):
+            texts[number] += text
+            if streaming:
+                print(shown(text, sys.stdout), end="", flush=True)
+    finally:  # Ctrl-C ends the samples where they are
+        if streaming:
+            print()
+        for number, text in enumerate([] if streaming else texts, start=1):
+            if len(rows) > 1:
+                print(f"--- sample {number}")
+            print(shown(text, sys.stdout))
 
 
-def texts_of(
-    new_ids: Iterator[Tensor], rows: list[Row], ends: Collection[int]
+def new_texts(
+    new_ids: Iterator[Tensor], rows: list[Row], stop_ids: Collection[int]
 ) -> Iterator[tuple[int, str]]:
-    """Columns of ids, one id a row, as (row, text) as it becomes certain."""
+    """Yield (row, new text) until every row has ended; `new_ids` are one id per row, (B,)."""
     for column in new_ids:
         for number, (row, token) in enumerate(zip(rows, column.tolist(), strict=True)):
-            text = row.push(token, ends=token in ends)
-            if text:
-                yield number, text
+            if not row.ended:
+                yield number, row.finish() if token in stop_ids else row.push(token)
         if all(row.ended for row in rows):
             return
     for number, row in enumerate(rows):
@@ -181,41 +168,33 @@ def texts_of(
 
 
 class Row:
-    """One sample's way from ids to text: complete characters, and nothing of a stop string."""
+    """Turn the ids of one sample into text: complete characters, up to the first stop text."""
 
-    def __init__(self, decoder, stops: tuple[str, ...]) -> None:
+    def __init__(self, decoder: StreamDecoder, stops: tuple[str, ...]) -> None:
         self.decoder, self.stops = decoder, stops
-        self.held = ""  # may be the beginning of a stop string
+        self.held = ""  # the end of the text so far, which may be the beginning of a stop text
         self.ended = False
 
-    def push(self, token: int, ends: bool = False) -> str:
-        """The text that this id makes certain; after the end, nothing more."""
-        if self.ended:
-            return ""
-        if ends:
-            return self.finish()
-        return self._certain(self.held + self.decoder.push(token))
+    def push(self, token: int) -> str:
+        """Return the text that is certain after this id."""
+        return self._release(self.decoder.push(token))
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
-        text = self._certain(self.held + self.decoder.finish())
+        """Return the rest of the text: no id follows."""
+        text = self._release(self.decoder.finish()) + self.held
         self.ended = True
-        return text + self.held
+        return text
 
-    def _certain(self, text: str) -> str:
-        places = [text.find(stop) for stop in self.stops if stop in text]
-        if places:
+    def _release(self, new: str) -> str:
+        text = self.held + new
+        starts = [text.find(stop) for stop in self.stops if stop in text]
+        if starts:
             self.ended, self.held = True, ""
-            return text[: min(places)]
-        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` begin `stop`."""
-    sizes = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((n for n in sizes if text.endswith(stop[:n])), 0)
+            return text[: min(starts)]
+        lengths = [n for stop in self.stops for n in range(len(stop)) if text.endswith(stop[:n])]
+        certain = len(text) - max(lengths, default=0)
+        self.held = text[certain:]
+        return text[:certain]
 
 
 if __name__ == "__main__":

@@ -345,7 +345,7 @@ def test_attention_is_shown_with_the_start(tmp_path, command):
     folder = model_folder(tmp_path / "model", None, processor=template(f"{START} $A"))
     out = tmp_path / "page.html"
     assert command(tools.attention.main, folder, f"--prompt={PROMPT}", f"--out={out}")[0] == 0
-    assert '"tokens": ["\\u003cs>", "def' in out.read_text()
+    assert '"tokens":["\\u003cs>","def"' in out.read_text()
     tokenizer = load_tokenizer(folder)
     assert token_text(tokenizer, START_ID) == START
 

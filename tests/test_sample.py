@@ -1,4 +1,4 @@
-"""sample.py: prompts, settings, stopping, streaming, and what it says when it cannot."""
+"""sample.py: prompts, settings, stopping, streaming and errors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ BYTES = byte_tokenizer()
 
 @pytest.fixture
 def sampled(trained_once, capsys):
-    """sampled("--prompt=def "): what sample.py prints for the tiny run, but for the last newline;
-    20 tokens unless it is told how many."""
+    """sampled("--prompt=def ") -> output of sample.py for the tiny run, 20 tokens by default."""
 
     def run(*argv: str, run: Path = trained_once) -> str:
-        if not any("max_new_tokens" in text for text in argv):
+        if "max_new_tokens" not in "".join(argv):
             argv = (*argv, "--max_new_tokens=20")
         capsys.readouterr()
         assert sample.main([str(run), *argv]) == 0
@@ -42,7 +41,7 @@ def sampled(trained_once, capsys):
 
 @pytest.fixture
 def refused(trained_once, command):
-    """refused("--top_k=-1"): the error lines, for what ends with exit code 2 and prints nothing."""
+    """refused("--top_k=-1") -> the error lines; the exit code must be 2 and the output empty."""
 
     def run(*argv: str, run: Path | str = trained_once) -> str:
         code, out, err = command(sample.main, run, *argv)
@@ -57,19 +56,15 @@ def refused(trained_once, command):
 # Prompts
 
 
-def test_a_prompt_is_continued_and_one_seed_gives_one_text(sampled):
+def test_a_seed_gives_one_continuation_streamed_or_not(sampled):
     first = sampled("--prompt=def ", "--max_new_tokens=30")
     assert first.startswith("def ")
     assert len(first) == 4 + 30
-    assert sampled("--prompt=def ", "--max_new_tokens=30") == first
+    assert sampled("--prompt=def ", "--max_new_tokens=30", "--stream=false") == first
     assert sampled("--prompt", "def ", "--max_new_tokens=30", "--seed=2") != first
 
 
-def test_streaming_prints_what_waiting_prints(sampled):
-    assert sampled("--prompt=def ") == sampled("--prompt=def ", "--stream=false")
-
-
-def test_without_a_prompt_a_document_begins(sampled):
+def test_an_empty_prompt_is_the_start_of_a_document(sampled):
     assert len(sampled("--max_new_tokens=10")) == 10
     assert start_ids(BYTES) == [256]
     assert start_ids(char_tokenizer("\nab", with_eot=False)) == [0]
@@ -77,16 +72,14 @@ def test_without_a_prompt_a_document_begins(sampled):
     assert start_ids(char_tokenizer("ab", with_eot=True)) == [2]
 
 
-def test_a_prompt_longer_than_the_context_is_said_and_its_end_is_used(trained_once, capsys):
+def test_a_prompt_longer_than_the_context_is_cut_with_a_note(trained_once, command):
     long = "def f1(x):\n    return x + 1\n" * 3  # 84 characters, the model sees 16
-    sample.main([str(trained_once), f"--prompt={long}", "--temperature=0", "--max_new_tokens=5"])
-    out, err = capsys.readouterr()
-    assert err == "note: the prompt has 84 tokens; the model sees the last 16\n"
+    options = ["--temperature=0", "--max_new_tokens=5"]
+    code, out, err = command(sample.main, trained_once, f"--prompt={long}", *options)
+    assert code == 0
+    assert err == "note: the prompt has 84 tokens; the model sees only the last 16\n"
     assert out.startswith(long)
-    sample.main(
-        [str(trained_once), f"--prompt={long[-16:]}", "--temperature=0", "--max_new_tokens=5"]
-    )
-    end, err = capsys.readouterr()
+    _, end, err = command(sample.main, trained_once, f"--prompt={long[-16:]}", *options)
     assert err == ""
     assert end == out[-len(end) :]
 
@@ -98,26 +91,25 @@ def test_unknown_characters_are_listed(refused):
     assert "--tokenizer=byte" in told
 
 
-def test_a_prompt_can_come_from_a_file(sampled, tmp_path):
-    path = tmp_path / "prompt.txt"
-    path.write_bytes(b"\xef\xbb\xbfdef f1(x):\r\n    return\r")
+def test_a_prompt_can_come_from_a_file_or_standard_input(sampled, tmp_path, monkeypatch):
+    raw = b"\xef\xbb\xbfdef f1(x):\r\n    return\r"
+    (tmp_path / "prompt.txt").write_bytes(raw)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
     expected = sampled("--prompt=def f1(x):\n    return\n")
-    assert sampled(f"--prompt_file={path}") == expected
+    assert sampled(f"--prompt_file={tmp_path / 'prompt.txt'}") == expected
+    assert sampled("--prompt_file=-") == expected
 
 
-def test_a_prompt_can_come_from_standard_input(sampled, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f")))
-    assert sampled("--prompt_file=-") == sampled("--prompt=def f")
-
-
-def test_a_prompt_that_cannot_be_read_is_one_line(refused, tmp_path):
+def test_an_unreadable_prompt_is_refused(refused, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"def caf\xe9")
     assert "not UTF-8 at byte 7" in refused(f"--prompt_file={tmp_path}/latin.txt")
     assert "No such file" in refused(f"--prompt_file={tmp_path}/none.txt")
-    assert "keep one" in refused(f"--prompt_file={tmp_path}/latin.txt", "--prompt=x")
+    assert "prompt_file are both given" in refused(
+        f"--prompt_file={tmp_path}/latin.txt", "--prompt=x"
+    )
 
 
-def test_bytes_that_the_locale_hid_are_found_again():
+def test_bytes_hidden_by_the_locale_are_restored():
     hidden = "naïve".encode().decode("ascii", "surrogateescape")  # what Python makes of argv
     assert sample.read_prompt(sample.SampleOptions(prompt=hidden)) == "naïve"
 
@@ -125,29 +117,30 @@ def test_bytes_that_the_locale_hid_are_found_again():
 # Which model
 
 
-def test_the_best_is_sampled_unless_another_is_named(trained, sampled):
+def test_the_best_checkpoint_is_the_default(trained, sampled):
     best = sampled("--prompt=def", "--temperature=0")
-    assert sampled("--prompt=def", "--temperature=0", run=trained) == best
     (trained / "checkpoints/best").write_text("step-4\n")
     older = sampled("--prompt=def", "--temperature=0", run=trained)
     assert older != best
-    assert older == sampled("--prompt=def", "--temperature=0", "--which=4", run=trained)
-    assert older == sampled("--prompt=def", "--temperature=0", run=trained / "checkpoints/step-4")
-    assert best == sampled("--prompt=def", "--temperature=0", "--which=latest", run=trained)
-    assert best == sampled("--prompt=def", "--temperature=0", "--which=8", run=trained)
+    for expected, folder, which in [
+        (older, trained, "4"),
+        (older, trained / "checkpoints/step-4", ""),
+        (best, trained, "latest"),
+        (best, trained, "8"),
+    ]:
+        options = ["--prompt=def", "--temperature=0", f"--which={which}"]
+        assert sampled(*options, run=folder) == expected, which
 
 
-def test_a_checkpoint_that_is_not_there_is_one_line(refused, tmp_path):
+def test_a_missing_checkpoint_is_refused(refused, tmp_path):
     assert "which=5: " in refused("--which=5")
     assert "4, 8 and best (step 8)" in refused("--which=nose")
-    assert "there is no such folder" in refused(run=tmp_path / "nowhere")
-    assert "no checkpoint there" in refused(run=tmp_path)
-    told = refused("--temperature", "0", run="").splitlines()
-    assert len(told) == 1
+    for run in (tmp_path / "nowhere", tmp_path, ""):
+        assert len(refused("--temperature", "0", run=run).splitlines()) == 1
 
 
 def test_the_tokenizer_travels_with_the_checkpoint(train_tiny, tmp_path, sampled):
-    """The data may be prepared anew with other characters, moved or deleted."""
+    """The data may be prepared again with other characters, moved or deleted."""
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh\n" * 60)
     options = {"source": text, "prepared_dir": tmp_path / "prepared"}
@@ -174,14 +167,14 @@ def test_damage_is_exit_code_3(trained, command):
 # Settings
 
 
-@pytest.mark.parametrize("top_k", [1_000_000, 24, 1, 0])
-def test_top_k_may_be_anything_from_0(sampled, top_k):
-    assert len(sampled(f"--top_k={top_k}", "--max_new_tokens=5")) == 5
-
-
-def test_top_k_beyond_the_vocabulary_is_no_limit(sampled):
-    assert sampled("--top_k=1000000") == sampled("--top_k=0") == sampled("--top_k=24")
-    assert sampled("--top_k=1") == sampled("--temperature=0")
+def test_neutral_settings_are_off_and_narrow_ones_greedy(sampled):
+    drawn, greedy = sampled(), sampled("--temperature=0")
+    assert drawn != greedy
+    for off in ("--top_k=0", "--top_k=24", "--top_k=1000000", "--top_p=1"):
+        assert sampled(off) == drawn, off
+    for narrow in ("--top_k=1", "--top_p=1e-9", "--temperature=1e-4"):
+        assert sampled(narrow) == greedy, narrow
+    assert sampled("--temperature=0", "--seed=2") == greedy
 
 
 @pytest.mark.parametrize(
@@ -203,27 +196,16 @@ def test_top_k_beyond_the_vocabulary_is_no_limit(sampled):
         ("--tempreature=1", "did you mean --sampling.temperature?"),
     ],
 )
-def test_a_setting_out_of_range_is_refused(refused, typed, allowed):
+def test_a_value_out_of_range_is_refused(refused, typed, allowed):
     assert allowed in refused(typed)
 
 
-def test_all_mistakes_are_told_at_once(refused):
-    told = refused("--top_p=2", "--top_k=-3", "--num_samples=0")
-    assert all(name in told for name in ("top_p=2", "top_k=-3", "num_samples=0"))
+def test_all_mistakes_are_reported_at_once(refused):
+    text = refused("--top_p=2", "--top_k=-3", "--num_samples=0")
+    assert all(name in text for name in ("top_p=2", "top_k=-3", "num_samples=0"))
 
 
-def test_top_p_of_1_is_off_and_a_small_one_leaves_the_likeliest(sampled):
-    assert sampled("--top_p=1") == sampled()
-    assert sampled("--top_p=1e-9") == sampled("--temperature=0")
-
-
-def test_temperature_0_is_greedy_and_a_tiny_one_finite(sampled):
-    greedy = sampled("--temperature=0", "--seed=1")
-    assert sampled("--temperature=0", "--seed=2") == greedy
-    assert sampled("--temperature=1e-4", "--top_p=1") == greedy
-
-
-def test_a_gpu_that_is_not_there_is_one_line(refused):
+def test_a_missing_gpu_is_refused(refused):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     assert "torch sees 0 CUDA GPUs" in refused("--device=cuda")
@@ -232,18 +214,15 @@ def test_a_gpu_that_is_not_there_is_one_line(refused):
 # Several samples
 
 
-def test_several_samples_are_drawn_side_by_side(sampled):
+def test_several_samples_are_one_batch(sampled):
     out = sampled("--prompt=def ", "--num_samples=3", "--max_new_tokens=10")
     texts = [part.partition("\n")[2] for part in out.split("--- sample ")[1:]]
     assert len(texts) == 3
     assert all(text.startswith("def ") for text in texts)
     assert len(set(texts)) > 1
-
-
-def test_greedy_samples_side_by_side_are_the_one_alone(sampled):
-    alone = sampled("--prompt=def f", "--temperature=0", "--max_new_tokens=40")
-    out = sampled("--prompt=def f", "--temperature=0", "--max_new_tokens=40", "--num_samples=2")
-    assert out == f"--- sample 1\n{alone}\n--- sample 2\n{alone}"
+    greedy = ["--prompt=def f", "--temperature=0", "--max_new_tokens=40"]
+    alone = sampled(*greedy)
+    assert sampled(*greedy, "--num_samples=2") == f"--- sample 1\n{alone}\n--- sample 2\n{alone}"
 
 
 # Stopping
@@ -251,7 +230,7 @@ def test_greedy_samples_side_by_side_are_the_one_alone(sampled):
 
 @pytest.fixture
 def says(monkeypatch, capsys):
-    """says(["ab", [256]], ...): what is printed when the model draws these bytes, a row each."""
+    """says("ab", [256], ...) -> the output when the model draws these bytes, one row each."""
 
     def run(*rows: str | list[int], prompt: str = "", **options) -> str:
         drawn = [list(row.encode()) if isinstance(row, str) else row for row in rows]
@@ -298,7 +277,7 @@ def test_a_stop_text_ends_the_sample_and_is_not_printed(says):
     ],
     ids=str,
 )
-def test_what_is_there_at_ctrl_c_is_printed(monkeypatch, capsys, options, printed):
+def test_ctrl_c_prints_the_text_so_far(monkeypatch, capsys, options, printed):
     def interrupted(network, prompt, *args, **kwargs):
         for byte in b"ab":
             yield torch.tensor([byte] * len(prompt))
@@ -313,11 +292,11 @@ def test_what_is_there_at_ctrl_c_is_printed(monkeypatch, capsys, options, printe
     assert capsys.readouterr().out == printed
 
 
-def test_characters_are_printed_when_they_are_complete(says):
-    assert says("naïve 🙂") == "naïve 🙂"
-    assert says("naïve 🙂", stream=False) == "naïve 🙂"
-    assert says([0xC3, 0x28]) == "\ufffd("
-    assert says([0xF0, 0x9F]) == "\ufffd"
+@pytest.mark.parametrize("stream", [True, False])
+def test_only_complete_characters_are_printed(says, stream):
+    assert says("naïve 🙂", stream=stream) == "naïve 🙂"
+    assert says([0xC3, 0x28], stream=stream) == "\ufffd("
+    assert says([0xF0, 0x9F], stream=stream) == "\ufffd"
 
 
 @settings(max_examples=200, deadline=None)
@@ -326,10 +305,10 @@ def test_characters_are_printed_when_they_are_complete(says):
     st.text("ab\nï", max_size=12),
     st.lists(st.text("ab\nï", min_size=1, max_size=3), max_size=3),
 )
-def test_a_row_gives_the_text_before_the_first_stop_however_it_comes(text, stops):
+def test_a_row_gives_the_text_before_the_first_stop(text, stops):
     row, got = sample.Row(StreamDecoder(BYTES), tuple(stops)), ""
     for i, byte in enumerate(text.encode()):
-        got += row.push(byte)
+        got += "" if row.ended else row.push(byte)
         so_far = text.encode()[: i + 1].decode(errors="ignore")
         assert so_far.startswith(got)
     got += "" if row.ended else row.finish()
@@ -342,10 +321,10 @@ def test_a_row_gives_the_text_before_the_first_stop_however_it_comes(text, stops
         assert got == text[: min(starts)]
 
 
-# Consoles
+# Terminals and files
 
 
-def test_a_console_of_ascii_gets_question_marks(train_tiny, tmp_path):
+def test_an_ascii_terminal_gets_question_marks(train_tiny, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("ïïïïïüüüüü" * 40, encoding="utf-8")
     train_tiny(tmp_path / "run", source=text, prepared_dir=tmp_path / "prepared", max_steps=1)
@@ -359,8 +338,7 @@ def test_a_console_of_ascii_gets_question_marks(train_tiny, tmp_path):
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"??????\n", b"")
 
 
-def test_only_json_and_tensors_are_read(trained):
-    """A checkpoint is data: its config is run.json, never the Python file it came from."""
+def test_a_checkpoint_holds_no_code(trained):
     assert json.loads((trained / "checkpoints/step-8/run.json").read_text())["model"]
     assert not list(trained.rglob("*.py"))
     assert not list(trained.rglob("*.pt"))
