@@ -1,43 +1,49 @@
-"""How much memory one rank will need, worked out from the config before anything is allocated.
+"""Memory of one rank, estimated before a run, and `--micro_batch=auto`, which chooses by it.
 
-The parts are what a step holds: float32 weights, gradients and optimizer state, what autograd keeps
-of the forward ("activations") and the logits. They do not all stand side by side (activations go
-as gradients come), so the peak is less than their sum; `Memory.peak` is the largest moment.
+A step holds float32 weights, gradients and optimizer state, what autograd keeps of the forward
+pass for the backward pass ("activations") and the logits. Activations are freed as gradients
+appear, so the peak is less than the sum: `Memory.peak` is the largest moment.
+
+Activations are counted, not calculated: a forward pass runs, and every tensor that autograd saves
+is seen. So a new module is right without a word here.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from cli.limits import cgroup_memory_left
-from model.config import ModelConfig, attention_dropout
+from model.config import ModelConfig
 from model.fast import speed_up
 from model.gpt import GPT
 from model.inspect import meta_model
+from model.layers import RMSNorm
 from model.loss import CHUNK_TOKENS, LARGE_VOCAB
 from training.config import Config
-from training.device import Precision
+from training.device import Precision, pick_attention
 from training.distributed import Ranks
 from training.step import pick_reduction
 
-FLOAT = 4  # bytes
-HALF = 2
-# glibc keeps tensors below 32 MiB in its heap, where what is freed leaves holes: resident memory
-# was 1.2 to 1.5 times what was alive, measured over a dozen shapes. GPU allocators are near 1.
+FLOAT, HALF = 4, 2  # bytes
+# glibc keeps tensors below 32 MiB in its heap, where freed blocks leave holes: resident memory was
+# 1.2 to 1.5 times the live tensors, measured over a dozen shapes. GPU allocators are near 1.
 HEAP = 1.35
-RUNTIME = 30_000_000  # threads, kernels made at run time, batches read ahead
+RUNTIME = 30_000_000  # threads, kernels compiled at run time, batches read ahead
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. `gradients` counts all partial sums that live at one time."""
+    """Bytes on one rank. `gradients` includes all partial sums that are alive at the same time."""
 
     weights: int
     gradients: int
@@ -47,113 +53,188 @@ class Memory:
     peak: int
 
     def parts(self) -> dict[str, int]:
-        """{"weights": ..., ...} without the peak, in the order of the fields."""
+        """Return {"weights": ..., ...} in the order of the fields, without the peak."""
         return {name: size for name, size in vars(self).items() if name != "peak"}
 
 
 def estimate_memory(
     config: Config, world: int = 1, device: str = "cpu", model: GPT | None = None
 ) -> Memory:
-    """Peak and parts for one of `world` ranks. `config` is resolved: model, micro_batch, dtype.
+    """Estimate the peak and its parts for one of `world` ranks.
 
-    model: the model of `config`, where there is one already; else one without memory is built.
+    config: resolved (model, micro_batch, dtype).
+    model: the model of `config` if it exists already: one or two windows run through it. Otherwise
+        a model without memory is built, which needs an import of 1.5 seconds.
 
-    Held against autograd's own count and against the measured peak of real runs in
-    tests/test_plan.py. On a GPU the driver's own context (about 0.5 GB) comes on top.
+    tests/test_plan.py compares the result with autograd's count and with the peak of real runs. On
+    a GPU the driver's context (about 0.5 GB) comes on top.
     """
     c, dtype = config.model, config.run.dtype
+    tokens = config.data.micro_batch * c.context_length
+    heap = HEAP if device == "cpu" else 1.0
+    activations = round(heap * activation_bytes(config, device, model))
+    logits = logits_bytes(c, tokens, dtype, device)
     model = model or meta_model(c)
     shapes = Counter(tuple(p.shape) for p in model.layers.parameters() if p.dim() == 2)
-    matrices = sum(count * math.prod(shape) for shape, count in shapes.items())
     one = FLOAT * model.parameter_count()  # the weights; one gradient; one slot of AdamW
     muon = config.optim.optimizer == "muon"
+    matrices = sum(count * math.prod(shape) for shape, count in shapes.items())
     optimizer = 2 * one - (FLOAT * matrices if muon else 0)  # Muon keeps one slot
-    heap = HEAP if device == "cpu" else 1.0
-    tokens = config.data.micro_batch * c.context_length
-    activations = tokens * bytes_per_token(c, dtype, device, config.data.document_mask)
-    if dtype != "float32":  # autocast's copies of the matrices, until backward has ended
-        activations += HALF * (matrices + c.vocab_size * c.d_model)
-    activations = round(heap * activations)
-    logits = logits_bytes(c, tokens, dtype, device)
     exact = config.parallel.reduction == "exact"
     M = config.data.global_batch // config.data.micro_batch // world
-    # Gradients that stand while the last is computed, which fast adds in place.
+    # Gradients that exist while the last one is computed. `fast` adds in place.
     sums = one * (partial_sums(M) if exact else int(M > 1))
-    join = 2 * one if exact and world > 1 else 0  # what is sent and received
-    buckets = one if not exact and world > 1 else 0  # DDP's, for as long as the run lasts
+    exchange = 2 * one if exact and world > 1 else 0  # what is sent and received
+    buckets = one if not exact and world > 1 else 0  # DDP's, for the whole run
     gradients = round(heap * (sums + one if exact else one))
     moments = [
         round(heap * sums) + activations + logits,  # backward begins
         gradients,  # backward has ended; the last sum is added
-        one + join,  # ranks exchange
+        one + exchange,  # ranks exchange gradients
         one + (_muon_scratch(shapes, device) if muon else 0),  # the update
     ]
     runtime = RUNTIME if device == "cpu" else 0
     peak = one + optimizer + buckets + max(moments) + runtime
-    return Memory(one, buckets + max(gradients, one + join), optimizer, activations, logits, peak)
+    gradients = buckets + max(gradients, one + exchange)
+    return Memory(one, gradients, optimizer, activations, logits, peak)
 
 
-def bytes_per_token(
-    c: ModelConfig, dtype: str, device: str = "cpu", document_mask: bool = False
-) -> int:
-    """What autograd keeps of one token's forward, the logits apart."""
-    C, A, K = c.d_model, c.n_heads * c.d_head, c.n_kv_heads * c.d_head
-    narrow = FLOAT if dtype == "float32" else HALF
-    # A norm keeps its input, the stream, and 1 / rms (or mean and 1 / std).
-    norm = FLOAT * (C + (1 if c.norm == "rms" else 2))
-    up = 2 if c.mlp == "swiglu" else 1
-    # A matrix product keeps its input; under autocast each one casts a copy of its own.
-    inputs = (3 + up) * HALF * C if dtype != "float32" else 2 * FLOAT * C
-    attention = narrow * (2 * A + 2 * K) + FLOAT * c.n_heads  # q, k, v, out, log of the sums
-    if attention_dropout(c) > 0 and device != "cuda":
-        # PyTorch's kernel there has no dropout: softmax, mask, product.
-        attention = narrow * (2 * A + 2 * K + 3 * c.n_heads * c.context_length)
-    if document_mask:
-        attention += narrow * c.context_length  # a row of the mask, which PyTorch makes 0 or -inf
-    # On CPUs, narrow queries and keys take PyTorch's plain norm, which keeps x and x / rms in
-    # float32, and its plain rotation, after which the heads are copied side by side again.
-    plain = narrow == HALF and device != "cuda"
-    if plain and c.position == "rope" and attention_dropout(c) == 0:
-        attention += narrow * A
-    if c.qk_norm:
-        each = 2 * FLOAT if plain else narrow
-        attention += each * (A + K) + FLOAT * (c.n_heads + c.n_kv_heads)
-    mlp = narrow * c.d_mlp * (4 if c.mlp == "swiglu" else 2)
-    block = 2 * norm + inputs + attention + mlp
-    if c.dropout > 0:
-        block += 2 * FLOAT * C  # the masks of both branches
-    first = 8 + (FLOAT * C if c.dropout > 0 else 0)  # ids, and a mask
-    first += 9 if device != "cuda" else 0  # targets again, and whether they count
-    head_input = narrow * C
-    return c.n_layers * block + norm + head_input + first
+# Counting activations
+
+
+def activation_bytes(config: Config, device: str = "cpu", model: GPT | None = None) -> int:
+    """Count what autograd keeps of the forward pass of one micro-batch, up to the loss.
+
+    One window is counted, and two: the difference is what each further window adds. The rest (the
+    narrow copies of the weights that autocast makes) is there once.
+    """
+    n, documents = config.data.micro_batch, config.data.document_mask
+    dtype = getattr(torch, config.run.dtype)
+    if model is None:
+        attention = pick_attention(config.run.attention, torch.device(device))
+        one, two = _count_without_memory(config.model, attention, dtype, device, documents)
+    else:
+        one = two = saved_bytes(model, 1, dtype, documents)
+        if n > 1:
+            two = saved_bytes(model, 2, dtype, documents)
+    return one + (n - 1) * (two - one)
+
+
+def saved_bytes(model: GPT, windows: int, dtype: torch.dtype, documents: bool) -> int:
+    """Run a forward pass of so many full windows and add up what autograd saves for backward.
+
+    The logits and the loss are left out (`logits_bytes` has them), the head's input is not.
+    """
+    device, c = model.head_weight.device, model.config
+    held = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    saved: dict[int, torch.UntypedStorage] = {}  # views of one storage are counted once
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage._cdata not in held:
+            saved[storage._cdata] = storage
+        return t
+
+    tokens = torch.zeros(windows, c.context_length, dtype=torch.int64, device=device)
+    numbers = tokens if documents else None
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with Precision(dtype, device.type).autocast(), hooks, torch.enable_grad():
+        model.forward(tokens, documents=numbers, last_only=True)  # not a compiled __call__
+    total = sum(storage.nbytes() for storage in saved.values())
+    if dtype != torch.float32:  # autocast copies the head's input, here of the last position alone
+        total += HALF * windows * (c.context_length - 1) * c.d_model
+    return total
+
+
+@functools.cache
+def _count_without_memory(
+    config: ModelConfig, attention: str, dtype: torch.dtype, device: str, documents: bool
+) -> tuple[int, int]:
+    """Return saved_bytes of one window and of two, of a model whose tensors have no values.
+
+    They pretend to be on a CPU, because torch cannot pretend to have a GPU. Where a GPU has one
+    kernel for what a CPU does in several, a stand-in keeps what that kernel keeps.
+    """
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+
+    narrow = torch.float32 if dtype == torch.float32 else torch.bfloat16  # float16 has its size
+
+    def count(mode: AbstractContextManager) -> tuple[int, int]:
+        with mode:
+            model = GPT(config, attention)
+            if device == "cuda":
+                _use_gpu_stand_ins(model, attention)
+            else:
+                speed_up(model)
+            one, two = (saved_bytes(model, n, narrow, documents) for n in (1, 2))
+        return one, two
+
+    try:
+        return count(FakeTensorMode())
+    except DynamicOutputShapeException:  # a module whose shapes depend on values needs values
+        return count(nullcontext())
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Stand-in for rms_norm on a GPU: keeps x, the weight and 1 / rms."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+
+def _use_gpu_stand_ins(model: GPT, attention: str) -> None:
+    class GpuRMSNorm(RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return _FusedNorm.apply(x, self.weight)
+
+    def fused_attention(q, k, v, *, documents=None, dropout_p=0.0, **options):
+        """Call the operators that torch picks on a GPU; without values they run on any device."""
+        if documents is None and q.dtype != torch.float32:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(q, k, v, dropout_p, True)[0], None
+        mask = None if documents is None else q.new_empty(len(q), 1, q.shape[2], q.shape[2])
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(q, k, v, mask, True, dropout_p, mask is None)[0], None
+
+    for module in model.modules():
+        if type(module) is RMSNorm:
+            module.__class__ = GpuRMSNorm
+    if attention == "sdpa":
+        model.use_attention(fused_attention)
+
+
+# What the count does not see: the loss, whose peak is within its backward pass, and the optimizer
 
 
 def logits_bytes(c: ModelConfig, tokens: int, dtype: str, device: str = "cpu") -> int:
-    """At the start of backward: log-probabilities, their gradient, and that of the logits. On CPUs
-    model/fast.py writes these over one another, and the most is logits and log-probabilities.
+    """Return the bytes that the loss holds when backward begins.
 
-    In chunks the gradient is written over log-probabilities too, and what becomes of it is there
-    beside them: the gradients of the head and of its input, and then both again, scaled.
+    These are log-probabilities, their gradient and the gradient of the logits. On a CPU,
+    model/fast.py writes one over the other; it also keeps targets and whether they count. In
+    chunks, too, gradients are written over log-probabilities; in addition there are the gradients
+    of the head and of its input, and then both again, scaled.
     """
     V, narrow = c.vocab_size, 0 if dtype == "float32" else HALF
     chunked = V >= LARGE_VOCAB and tokens > CHUNK_TOKENS
     rows = CHUNK_TOKENS if chunked else tokens
     if chunked and dtype != "float16":
-        found = FLOAT * c.d_model * (V + tokens)
-        return max(found + rows * V * (2 * FLOAT + narrow), 2 * found)
+        gradients = FLOAT * c.d_model * (V + tokens)
+        return max(gradients + rows * V * (2 * FLOAT + narrow), 2 * gradients)
     if device != "cuda":
-        return rows * V * 2 * FLOAT
+        return rows * (V * 2 * FLOAT + 9)
     return rows * V * (3 * FLOAT + narrow)
 
 
 def partial_sums(M: int) -> int:
-    """Gradients that training.step.TreeSum holds while the last of M leaves is computed."""
+    """Return how many sums training.step.TreeSum holds while the last of M gradients is made."""
     odd = M // (M & -M)
     return (M // odd).bit_length() - 1 + (odd > 1)
 
 
 def _muon_scratch(shapes: Counter[tuple[int, ...]], device: str) -> int:
-    """What training.optimizer.Muon holds while it works on all matrices of one shape."""
+    """Return what training.optimizer.Muon allocates to update all matrices of one shape at once."""
     narrow = HALF if device == "cuda" else FLOAT
     largest = 0
     for (rows, columns), count in shapes.items():
@@ -162,17 +243,17 @@ def _muon_scratch(shapes: Counter[tuple[int, ...]], device: str) -> int:
     return largest
 
 
-# `--micro_batch=auto`: the largest number of windows a forward that fits this rank's memory.
+# --micro_batch=auto: the largest number of windows per forward pass that fits this rank's memory.
 #
-# On a GPU it is tried: a step's worth of memory is taken, and running out of it is caught. On a
-# CPU, where running out ends the process, it is estimated (training/memory.py).
+# On a GPU sizes are tried: a step's memory is allocated, and running out of it is caught. On a CPU
+# that would end the process, so the estimate decides.
 
-CPU_SHARE = 0.5  # of the memory that is free, for all ranks of a machine together
-GPU_SHARE = 0.92  # of the whole memory; the rest is for fragments and what others take
+CPU_SHARE = 0.5  # of the free memory, for all ranks of a machine together
+GPU_SHARE = 0.92  # of all memory; the rest is for fragmentation and other processes
 
 
 def pick_micro_batch(config: Config, ranks: Ranks) -> int:
-    """A divisor of this rank's share of the global batch, the same on all ranks; at least 1.
+    """Choose a divisor of this rank's share of the global batch, at least 1, equal on all ranks.
 
     config: the model, run.dtype and run.attention are resolved.
     """
@@ -187,7 +268,7 @@ def pick_micro_batch(config: Config, ranks: Ranks) -> int:
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """The largest of the ascending `sizes` that fits, by halving the range; the first if none."""
+    """Return the largest of the ascending `sizes` that fits, by bisection; the first if none."""
     low, high = 0, len(sizes)  # sizes[low] is taken to fit, sizes[high] is known not to
     while high - low > 1:
         middle = (low + high) // 2
@@ -196,7 +277,7 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def fits_cpu(config: Config, size: int, ranks: Ranks, free: float) -> bool:
-    """Whether the estimate for `size` is within this rank's part of the free memory."""
+    """Return whether the estimate for `size` is within this rank's share of the free memory."""
     sized = replace(
         config,
         data=replace(config.data, micro_batch=size),
@@ -207,7 +288,7 @@ def fits_cpu(config: Config, size: int, ranks: Ranks, free: float) -> bool:
 
 
 def fits_gpu(config: Config, size: int, ranks: Ranks) -> bool:
-    """Forward and backward of `size` windows beside all that a step holds; False if it runs out."""
+    """Return whether a step with micro-batches of `size` windows runs within GPU_SHARE."""
     total = torch.cuda.get_device_properties(ranks.device).total_memory
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(ranks.device)
@@ -218,16 +299,15 @@ def fits_gpu(config: Config, size: int, ranks: Ranks) -> bool:
 
 
 def attempt(config: Config, size: int, ranks: Ranks) -> bool:
-    """Take the memory of a step of `size` windows on the rank's device, once; False if it is not
-    there."""
+    """Allocate what a step of `size` windows needs, once; False if the device runs out."""
     device, T = ranks.device, config.model.context_length
     precision = Precision(getattr(torch, config.run.dtype), device.type)
-    mine = config.data.global_batch // ranks.world // size  # micro-batches of a step
+    mine = config.data.global_batch // ranks.world // size  # micro-batches per step on this rank
     exact = reduction_at(config, size, ranks) == "exact"
     try:
         model = GPT(config.model, config.run.attention).to(device)
         speed_up(model)
-        # The optimizer's two slots, on several ranks what is sent, and sums of gradients.
+        # The optimizer's two slots, the send buffer if there are several ranks, partial sums.
         slots = 2 + (ranks.world > 1) + (partial_sums(mine) if exact else 0)
         held = [torch.zeros_like(p) for p in model.parameters() for _ in range(slots)]
         parts = 2 + config.data.document_mask
@@ -244,12 +324,12 @@ def attempt(config: Config, size: int, ranks: Ranks) -> bool:
 
 
 def reduction_at(config: Config, size: int, ranks: Ranks) -> str:
-    """exact or fast, whichever a run with micro-batches of `size` windows takes."""
+    """Return the reduction, exact or fast, of a run with micro-batches of `size` windows."""
     return pick_reduction(config.parallel.reduction, config.data.global_batch // size, ranks)
 
 
 def available_bytes() -> float | None:
-    """Memory that is free on this machine, or within this container's limit; None if unknown."""
+    """Return the free memory of this machine or container; None if unknown."""
     found = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
