@@ -1,4 +1,4 @@
-"""The windows behind an update are those that it was made from."""
+"""tools.batch shows the windows that an update was computed from."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def test_of_the_log_the_lines_of_that_step_alone_are_parsed(trained, monkeypatch
     assert len([*batch.logged(trained, 4)]) == 1
 
 
-def test_later_epochs_say_how_far_the_grid_is_moved(command, trained):
+def test_windows_of_later_epochs_are_shifted(command, trained):
     code, out, _ = command(batch.main, trained, "--step=1000")
     assert code == 0
-    assert "of epoch 30, grid moved by" in out  # 3,996 windows of 133 an epoch
+    assert "of epoch 30, shifted by" in out  # 3,996 windows, 133 per epoch
     assert not out.startswith("step")
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_windows_of_documents_are_shown_as_far_as_they_are_learned(
+def test_padding_of_document_windows_is_not_shown(
     train_tiny, short_documents, tmp_path, command, mask
 ):
     options = {"windows": "document", "document_mask": mask, "context_length": 64, "max_steps": 1}
@@ -82,13 +82,13 @@ def test_windows_of_documents_are_shown_as_far_as_they_are_learned(
     assert (max(map(len, windows)) > max(map(len, texts))) == mask
 
 
-def test_long_windows_are_shortened_and_said():
+def test_long_windows_are_shortened():
     assert batch.shortened("abcdef", 4) == "abcd ... (2 more)"
     assert batch.shortened("abcd", 4) == "abcd"
     assert batch.shortened("abcdef", 0) == "abcdef"
 
 
-def test_data_that_is_gone_is_told(trained, tmp_path):
+def test_missing_data_is_an_error_that_names_its_fingerprint(trained, tmp_path):
     config = read_history(trained).config
     about = find_checkpoint(trained, "latest").about
     assert data_folder(about, config).is_dir()
@@ -99,15 +99,8 @@ def test_data_that_is_gone_is_told(trained, tmp_path):
         data_folder(moved, elsewhere)
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        ([], "step=0: give an update"),
-        (["--step=-1"], "step=-1"),
-        (["--step=1", "--chars=-1"], "chars=-1: must be at least 0"),
-    ],
-)
-def test_mistakes_are_told(command, trained, argv, said):
-    code, _, err = command(batch.main, trained, *argv)
+@pytest.mark.parametrize("options", [[], ["--step=-1"], ["--step=1", "--chars=-1"]], ids=str)
+def test_mistakes_are_refused_by_name(command, trained, options):
+    code, _, err = command(batch.main, trained, *options)
     assert code == 2
-    assert said in err
+    assert f"{(options or ['--step=0'])[-1].removeprefix('--')}: must be at least" in err

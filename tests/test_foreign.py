@@ -876,4 +876,4 @@ def test_bits_per_byte_are_over_the_bytes_of_the_text(kind, train_tiny, tmp_path
     said = command(tools.evaluate.main, tmp_path / "run", f"--source={tmp_path / 'text.txt'}")[1]
     n_bytes = int(said.partition(" tokens (")[2].split()[0].replace(",", ""))
     assert n_bytes == pytest.approx(len(MIXED.encode()), abs=30)  # the first token is not scored
-    assert f"does not bring back {LOSSY[kind][1]:.2%}" in said
+    assert f"loses {LOSSY[kind][1]:.2%} of the text" in said

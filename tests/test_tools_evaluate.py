@@ -65,8 +65,8 @@ def test_the_loss_is_that_of_each_token_after_its_window(model, T, stride):
     assert found.bits_per_byte == pytest.approx(found.loss / 0.6931471805599453)
 
 
-def test_ids_that_the_model_does_not_know_are_refused(model):
-    with pytest.raises(ConfigError, match="id 300, the model knows 257 ids"):
+def test_ids_outside_of_the_vocabulary_are_refused(model):
+    with pytest.raises(ConfigError, match="id 300"):
         score(model, [1, 300, 2], byte_tokenizer(), 12, 6)
 
 
@@ -93,7 +93,7 @@ def test_documents_are_joined_by_the_end_of_text(tmp_path):
         [0, 3],
     )
     (tmp_path / "one.txt").write_text("a")
-    with pytest.raises(ConfigError, match="two are needed"):
+    with pytest.raises(ConfigError, match="1 tokens"):
         read_ids(EvaluateOptions(source=str(tmp_path / "one.txt")), byte_tokenizer())
 
 
@@ -163,9 +163,7 @@ def test_a_stride_slides_over_the_split_as_over_its_text(trained, tiny_folder, t
     assert split != pytest.approx(logged_loss(trained))
 
 
-def test_without_a_run_or_its_validation_split_a_text_must_be_named(
-    train_tiny, trained_once, tmp_path, command
-):
+def test_without_a_validation_split_a_text_is_required(train_tiny, trained_once, tmp_path, command):
     train_tiny(tmp_path / "run", val_fraction=0, max_steps=2)
     folder = tmp_path / "hf"
     assert command(export.main, trained_once, f"--out={folder}")[0] == 0
@@ -176,7 +174,7 @@ def test_without_a_run_or_its_validation_split_a_text_must_be_named(
 
 
 @torch.no_grad()
-def test_a_model_of_masked_documents_sees_them_one_by_one(model):
+def test_a_model_of_masked_documents_sees_one_at_a_time(model):
     tokenizer = byte_tokenizer()
     texts = [tokenizer.encode(text) for text in ("Zwei Knaben", "\u00fcber", "Stock und Stein.")]
     ids, starts, total = [], [], 0.0
@@ -195,19 +193,19 @@ def test_a_model_of_masked_documents_sees_them_one_by_one(model):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "named"),
     [
         (["--text_field=body"], "text_field=body"),
         (["--errors=replace"], "errors=replace"),
-        (["--stride=17"], "over the context of 16"),
-        (["--source=nowhere.txt"], "no such file"),
-        (["--source=TEXT", "--stride=17"], "over the context of 16"),
-        (["--source=TEXT", "--stride=0"], "must be at least 1"),
-        (["--source=TEXT", "--context_length=17"], "the model's context is 16"),
+        (["--stride=17"], "stride=17"),
+        (["--source=nowhere.txt"], "nowhere.txt"),
+        (["--source=TEXT", "--stride=17"], "stride=17"),
+        (["--source=TEXT", "--stride=0"], "stride=0"),
+        (["--source=TEXT", "--context_length=17"], "context_length=17"),
     ],
 )
-def test_mistakes_are_told(trained_once, tiny_folder, command, options, said):
+def test_mistakes_are_refused_by_name(trained_once, tiny_folder, command, options, named):
     options = [option.replace("TEXT", str(tiny_folder / "text.txt")) for option in options]
     code, _, err = command(tools.evaluate.main, trained_once, *options)
     assert code == 2
-    assert said in err
+    assert named in err

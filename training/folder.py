@@ -264,7 +264,7 @@ def next_attempt(metrics: Path) -> int:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The figures of metrics.jsonl, one entry per step and kind: of each step the highest attempt.
 
-    Events (the start of a process, notes, fits) are left to training.history. What a later attempt
+    Events (the start of a process, notes, fits) are in report.history. What a later attempt
     did again replaces what it was.
     """
     best: dict[tuple[int, bool], dict[str, Any]] = {}
