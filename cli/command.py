@@ -1,4 +1,4 @@
-"""A command from start to exit code: Ctrl-C, output that fails, errors as lines, folders."""
+"""Run a command from start to exit code: errors as lines, lost output, Ctrl-C, folders."""
 
 from __future__ import annotations
 
@@ -21,40 +21,30 @@ from cli.options import ConfigError, first_on_machine
 Say = Callable[[str], None]  # prints or collects one line for the user
 
 UNWRITABLE = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM")
-FIRST_RANK_SECONDS = 10  # in which the first rank of a machine tells a mistake
+FIRST_RANK_SECONDS = 10  # for the first rank of a machine to report a mistake
 
 
 def run_command(
     main: Callable[[list[str]], int | None], *, outlives_output: bool = False
 ) -> NoReturn:
-    """Run `main` on the command line and exit: 0, or the code that its error carries.
+    """Run `main` on the command line and exit: 0, or the code of its error.
 
-    An error with an `exit_code` becomes "error: ..." lines on stderr, a disk that is full or not
-    ours to write becomes 5, Ctrl-C 130. Anything else is a bug of ours and keeps its traceback.
+    An error with an `exit_code` becomes "error: ..." lines on stderr. A full or read-only disk is
+    5, Ctrl-C 130. Any other exception is a bug in plainGPT and keeps its traceback.
 
-    outlives_output: the work goes on when its output can no longer be written. Without it a
-    closed pipe ends the command with 141.
+    outlives_output: continue when stdout or stderr can no longer be written, as training should.
+    Without it, a closed pipe ends the command with 141.
     """
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what a console cannot show becomes "?"
+        sys.stdout.reconfigure(errors="replace")  # print "?" for what a terminal cannot show
     with lasting_output() if outlives_output else nullcontext():
-        code = _ended(main, outlives_output)
-    gc.freeze()  # or Python, on its way out, looks at each of torch's objects again: half a second
+        code = _exit_code(main, outlives_output)
+    gc.freeze()  # else Python looks through all of torch's objects at exit: half a second
     sys.exit(code)
 
 
-def _let_the_first_rank_tell() -> None:
-    """Wait, on the other ranks of a machine, before a mistake is told.
-
-    Under torchrun each of them finds the same mistake in a config. When the first has told it,
-    torchrun ends them; one that is still here after the wait has a mistake of its own.
-    """
-    if not first_on_machine():
-        time.sleep(FIRST_RANK_SECONDS)
-
-
-def _ended(main: Callable[[list[str]], int | None], outlives_output: bool) -> int:
+def _exit_code(main: Callable[[list[str]], int | None], outlives_output: bool) -> int:
     try:
         code = main(sys.argv[1:]) or 0
         sys.stdout.flush()
@@ -63,39 +53,51 @@ def _ended(main: Callable[[list[str]], int | None], outlives_output: bool) -> in
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError) and not outlives_output:
-            _send_nowhere(sys.stdout)  # the reader (`| head`) has gone: nothing is wrong
+            _redirect_to_null(sys.stdout)  # the reader (`| head`) has gone: not an error
             return 141
         code = exit_code_of(error)
         if code == 1:
             raise
-        if code == ConfigError.exit_code:
-            _let_the_first_rank_tell()
-        with suppress(OSError):  # the exit code tells it, too
+        if code == ConfigError.exit_code and not first_on_machine():
+            # Under torchrun every rank finds the same mistake in the config. Once the first has
+            # reported it, torchrun ends the others. One that is still here has its own mistake.
+            time.sleep(FIRST_RANK_SECONDS)
+        with suppress(OSError):  # the exit code is enough
             for line in getattr(error, "problems", None) or [str(error)]:
                 print(f"error: {line}", file=sys.stderr)
         return code
 
 
-def _open_closed_streams() -> None:
-    """Let streams that were closed when the process began (`>&-`, daemons) lead nowhere.
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code for an error; 1 for an unexpected one."""
+    if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in UNWRITABLE:
+        return 5
+    return getattr(error, "exit_code", 1)
 
-    Else Python has None in their place, and the next file that is opened gets their number, so that
-    a library's message to stderr would land in it.
+
+# Output
+
+
+def _open_closed_streams() -> None:
+    """Open the null device for streams that were closed at start (`>&-`, daemons).
+
+    Otherwise sys.stdout is None, and the next file to be opened gets the stream's number: a message
+    that a C library prints to stderr would end up in it.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 class LastingStream:
-    """A text stream that becomes silent, instead of raising, once it cannot be written to.
+    """A text stream that falls silent, instead of raising, once it cannot be written to.
 
-    The terminal has gone (EIO), the reader of a pipe has (EPIPE), the disk of a log is full
-    (ENOSPC). `other` is told, once.
+    The terminal has gone (EIO), the reader of a pipe has gone (EPIPE), or the disk of a log file is
+    full (ENOSPC). One note about it goes to the `other` stream.
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:
@@ -113,13 +115,13 @@ class LastingStream:
             action()
         except UnicodeError:
             raise
-        except BlockingIOError:  # a pipe that is full and must not wait: only this text is lost
+        except BlockingIOError:  # a full non-blocking pipe: only this text is lost
             pass
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
-            if not _send_nowhere(self._stream):
+            if not _redirect_to_null(self._stream):
                 self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
             reason = getattr(error, "strerror", None) or error
-            print(f"note: {self._name} cannot be written ({reason}); going on", file=self.other)
+            print(f"note: {self._name} cannot be written ({reason}); continuing", file=self.other)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -127,7 +129,7 @@ class LastingStream:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Inside, stdout and stderr that can no longer be written to are no error."""
+    """Inside, losing stdout or stderr is not an error."""
     before = sys.stdout, sys.stderr
     out, err = LastingStream(sys.stdout, "stdout"), LastingStream(sys.stderr, "stderr")
     out.other, err.other = err, out
@@ -140,10 +142,10 @@ def lasting_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _send_nowhere(stream: TextIO) -> bool:
-    """Let the file below a stream be the null device, with what it still holds; False if none is.
+def _redirect_to_null(stream: TextIO) -> bool:
+    """Redirect the file under a stream to the null device; return False if there is no file.
 
-    What Python, or a library in C, writes there later succeeds and is lost.
+    Buffered text, and whatever Python or a C library writes later, is lost without an error.
     """
     try:
         number = stream.fileno()
@@ -156,7 +158,7 @@ def _send_nowhere(stream: TextIO) -> bool:
 
 
 def shown(text: str, stream: TextIO) -> str:
-    """The text as it is; for a terminal with control characters escaped, which it would obey."""
+    """Return the text as it is; for a terminal, escape the control characters it would obey."""
     if not stream.isatty():
         return text
     return re.sub(
@@ -164,44 +166,39 @@ def shown(text: str, stream: TextIO) -> str:
     )
 
 
-def make_folder(folder: Path, option: str) -> None:
-    """Make a folder that an option names, and those above it.
+# Folders and Ctrl-C
 
-    Raises ConfigError where one of them is a file, or cannot be made at all.
+
+def make_folder(folder: Path, option: str) -> None:
+    """Create the folder that an option names, and its parents.
+
+    Raises ConfigError if one of them is a file, or cannot be created at all.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
-        for path in (folder, *folder.parents):
-            if path.is_symlink() and not path.exists():  # the disk it leads to may not be mounted
-                where = f"{path} is a link to {os.readlink(path)}, which is not there"
-                raise ConfigError(f"{option}={folder}: {where}") from error
-            if path.is_file():
-                where = f"{path} is a file, not a folder"
-                raise ConfigError(f"{option}={folder}: {where}") from error
-        raise ConfigError(f"{option}={folder}: such a folder cannot be made") from error
+        reason = "this folder cannot be created"
+        for path in (*reversed(folder.parents), folder):
+            if path.is_symlink() and not path.exists():  # is its disk mounted?
+                reason = f"{path} is a link to {os.readlink(path)}, which does not exist"
+            elif path.is_file():
+                reason = f"{path} is a file, not a folder"
+        raise ConfigError(f"{option}={folder}: {reason}") from error
 
 
 @contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
-    """Ctrl-C ends the process at once inside, by the signal's own action.
+    """Inside, Ctrl-C ends the process at once, by the signal's default action.
 
-    For imports: numpy and torch swallow the KeyboardInterrupt that Python would raise in them, or
-    abort with it.
+    For imports: numpy and torch swallow the KeyboardInterrupt that Python would raise inside them,
+    or abort on it.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # ignored, as under nohup, or someone else's
+        yield  # ignored (nohup), or handled by someone else
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def exit_code_of(error: BaseException) -> int:
-    """The process's exit code for an error; 1 for one that nobody foresaw."""
-    if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in UNWRITABLE:
-        return 5
-    return getattr(error, "exit_code", 1)

@@ -1,10 +1,9 @@
-"""A command: exit codes, Ctrl-C while libraries are imported, folders that options name."""
+"""Commands: exit codes, lost output, Ctrl-C during imports, folders that options name."""
 
 from __future__ import annotations
 
 import errno
 import io
-import os
 import signal
 import subprocess
 import sys
@@ -23,11 +22,10 @@ def run_main(body: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("body", ["return 0", "raise ConfigError('one')"])
-def test_on_the_way_out_nothing_is_collected(body):
+def test_nothing_is_collected_at_exit(body):
     """Python would look for cycles, which takes long where there are many objects."""
     cycle = "a = type('A', (), {'__del__': lambda self: print('collected')})(); a.a = a; del a"
-    ended = run_main(f"{cycle}; {body}")
-    assert ended.stdout == ""
+    assert run_main(f"{cycle}; {body}").stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -35,11 +33,7 @@ def test_on_the_way_out_nothing_is_collected(body):
     [
         ("return None", 0, ""),
         ("return 4", 4, ""),
-        (
-            "raise ConfigError(['one', 'two'])",
-            2,
-            "error: one\nerror: two\n",
-        ),
+        ("raise ConfigError(['one', 'two'])", 2, "error: one\nerror: two\n"),
         ("raise ConfigError('only')", 2, "error: only\n"),
         ("raise OSError(28, 'No space left on device')", 5, "error: [Errno 28] No space left"),
         ("raise KeyboardInterrupt", 130, ""),
@@ -55,22 +49,18 @@ def test_an_error_becomes_its_exit_code(body, code, said):
     assert ended.stderr.startswith(said) if said else ended.stderr == ""
 
 
-@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG"])
-def test_a_disk_that_cannot_be_written_is_5(name):
-    number = getattr(errno, name)
-    assert exit_code_of(OSError(number, os.strerror(number))) == 5
-
-
-def test_an_error_brings_its_own_code():
+def test_exit_codes_of_errors():
     class Held(Exception):
         exit_code = 6
 
     assert exit_code_of(Held()) == 6
-    assert exit_code_of(OSError(errno.ENOENT, "no such file")) == 1
     assert exit_code_of(ConfigError("x")) == 2
+    assert exit_code_of(OSError(errno.ENOENT, "no such file")) == 1
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG"):
+        assert exit_code_of(OSError(getattr(errno, name), "disk full or read-only")) == 5, name
 
 
-# Output that fails
+# Lost output
 
 
 class Failing(io.StringIO):
@@ -94,7 +84,7 @@ class Failing(io.StringIO):
      ValueError("I/O operation on closed file")],
     ids=str,
 )  # fmt: skip
-def test_output_that_fails_ends_nothing_and_is_told_once_on_the_other(monkeypatch, which, error):
+def test_lost_output_is_noted_once_on_the_other_stream(monkeypatch, which, error):
     failing, other = Failing(error), io.StringIO()
     monkeypatch.setattr(sys, "stdout", failing if which == "stdout" else other)
     monkeypatch.setattr(sys, "stderr", failing if which == "stderr" else other)
@@ -102,13 +92,13 @@ def test_output_that_fails_ends_nothing_and_is_told_once_on_the_other(monkeypatc
         for text in "abc":
             getattr(sys, which).write(text)
             print(text, file=getattr(sys, which), flush=True)
-    assert getattr(sys, which) is failing  # put back
+    assert getattr(sys, which) is failing  # restored
     assert failing.getvalue() == "a" and failing.writes == 2
-    (told,) = other.getvalue().splitlines()
-    assert told.startswith(f"note: {which} cannot be written (")
+    (note,) = other.getvalue().splitlines()
+    assert note.startswith(f"note: {which} cannot be written (")
 
 
-def test_both_may_fail(monkeypatch):
+def test_both_streams_may_be_lost(monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, Failing(OSError(errno.EIO, "gone")))
     with lasting_output():
@@ -117,7 +107,7 @@ def test_both_may_fail(monkeypatch):
             print("b", file=sys.stderr)
 
 
-def test_a_pipe_that_is_full_for_a_moment_is_not_given_up(monkeypatch):
+def test_a_pipe_that_is_full_for_a_moment_is_kept(monkeypatch):
     stream = Failing(BlockingIOError(errno.EAGAIN, "would block"))
     monkeypatch.setattr(sys, "stdout", stream)
     with lasting_output():
@@ -134,12 +124,12 @@ PRINTS += "print('y', file=sys.stderr, flush=True); open(argv[0], 'w').write('do
 
 @pytest.mark.parametrize("lasting", [True, False])
 @pytest.mark.parametrize("to", [">&-", "2>&-", ">&- 2>&-", "0<&- >&- 2>&-", ">/dev/full", "| true"])
-def test_the_shells_ways_to_take_output_away(tmp_path, to, lasting):
-    """Closed streams hurt no command; a full disk or a closed pipe only those that live by it."""
+def test_output_taken_away_by_the_shell(tmp_path, to, lasting):
+    """A command survives closed streams, and with outlives_output a full disk or a closed pipe."""
     done, code = tmp_path / "done", tmp_path / "code"
     body = f"from cli.command import *\ndef main(argv):\n    {PRINTS}\n    return 3\n"
     body += f"run_command(main, outlives_output={lasting})"
-    # head of the pipe: it waits, so that its reader has gone
+    # The writer waits until the reader of the pipe has gone.
     sleep = "sleep 0.2; " if "|" in to else ""
     script = f'{{ {sleep}"$0" -c "$1" "$2"; echo $? >"$3"; }} {to}'
     argv = ["sh", "-c", script, sys.executable, body, str(done), str(code)]
@@ -150,7 +140,7 @@ def test_the_shells_ways_to_take_output_away(tmp_path, to, lasting):
     assert "Traceback" not in err and "Exception ignored" not in err
 
 
-def test_a_file_opened_later_never_gets_the_number_of_a_closed_stream(tmp_path):
+def test_a_new_file_never_gets_the_number_of_a_closed_stream(tmp_path):
     body = "from cli.command import *\ndef main(argv):\n    f = open(argv[0], 'w')\n"
     body += "    os.write(2, b'of a library in C')\nrun_command(main)"
     script = 'exec "$0" -c "$1" "$2" >&- 2>&-'
@@ -158,8 +148,8 @@ def test_a_file_opened_later_never_gets_the_number_of_a_closed_stream(tmp_path):
     assert (tmp_path / "f").read_text() == ""
 
 
-def test_a_broken_pipe_that_is_not_the_output_keeps_its_traceback(monkeypatch):
-    """The connection of a library, say: 141 without a word would hide it."""
+def test_a_broken_pipe_other_than_the_output_keeps_its_traceback(monkeypatch):
+    """Such as a library's socket: a silent 141 would hide it."""
 
     def main(argv: list[str]) -> int:
         raise BrokenPipeError(errno.EPIPE, "a socket")
@@ -170,11 +160,9 @@ def test_a_broken_pipe_that_is_not_the_output_keeps_its_traceback(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [None, "0", "1"])
-def test_the_first_rank_of_a_machine_tells_a_mistake_at_once_and_the_others_wait(
-    rank, monkeypatch, capsys
-):
-    """In the meantime torchrun ends them; if not, the mistake is their own, and told."""
-    told_before = []
+def test_only_the_first_rank_of_a_machine_reports_a_mistake_at_once(rank, monkeypatch, capsys):
+    """torchrun ends the others while they wait; one that remains reports its own mistake."""
+    before_waiting = []
 
     def main(argv: list[str]) -> int:
         raise ConfigError("a mistake")
@@ -182,20 +170,20 @@ def test_the_first_rank_of_a_machine_tells_a_mistake_at_once_and_the_others_wait
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.setattr(command.time, "sleep", lambda s: told_before.append(capsys.readouterr()))
+    monkeypatch.setattr(command.time, "sleep", lambda s: before_waiting.append(capsys.readouterr()))
     with pytest.raises(SystemExit) as ended:
         run_command(main)
     assert ended.value.code == 2
-    assert [told.err for told in told_before] == ([""] if rank == "1" else [])
+    assert [output.err for output in before_waiting] == ([""] if rank == "1" else [])
     assert capsys.readouterr().err == "error: a mistake\n"
 
 
 # Ctrl-C
 
 
-def test_ctrl_c_within_an_import_ends_the_process_and_python_has_it_again_afterwards():
-    """numpy catches what is raised while it is imported; a bare except does the same here."""
-    # These tests may run in the background, where a shell has Ctrl-C ignored: not so here.
+def test_ctrl_c_in_an_import_ends_the_process_and_later_raises_again():
+    """numpy catches exceptions raised during its import, as the bare except does here."""
+    # A shell makes background jobs ignore Ctrl-C; the test may be one.
     begin = "import os, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"
     swallowed = "try: os.kill(os.getpid(), signal.SIGINT); time.sleep(9)\n        except: pass"
     within = run_main(f"{begin}\n    with ended_by_ctrl_c():\n        {swallowed}")
@@ -206,7 +194,7 @@ def test_ctrl_c_within_an_import_ends_the_process_and_python_has_it_again_afterw
 
 
 def test_an_ignored_ctrl_c_stays_ignored():
-    """As under nohup, and for what a shell runs in the background."""
+    """As under nohup, and in background jobs of a shell."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with ended_by_ctrl_c():
@@ -219,19 +207,16 @@ def test_an_ignored_ctrl_c_stays_ignored():
 # Folders
 
 
-def test_a_folder_that_cannot_be_is_one_line(tmp_path):
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
     for folder in (file, file / "run", file / "a/b"):
         with pytest.raises(ConfigError, match=f"out={folder}: {file} is a file, not a folder"):
             make_folder(folder, "out")
+    if Path("/proc/self").exists():
+        with pytest.raises(ConfigError, match="out=/proc/nothing/here: this folder cannot be"):
+            make_folder(Path("/proc/nothing/here"), "out")
     make_folder(tmp_path / "a/b", "out")
     make_folder(tmp_path / "a/b", "out")
     assert (tmp_path / "a/b").is_dir()
     assert file.read_text() == "mine"
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a /proc")
-def test_a_place_where_no_folder_can_be_made_is_one_line():
-    with pytest.raises(ConfigError, match="out=/proc/nothing/here: such a folder cannot be made"):
-        make_folder(Path("/proc/nothing/here"), "out")

@@ -180,7 +180,7 @@ def test_a_link_to_nowhere_is_a_mistake_in_words(tmp_path):
     """Its disk may not be mounted: nothing is made in its place."""
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "run")
     for folder in (tmp_path / "link", tmp_path / "link" / "run"):
-        with pytest.raises(ConfigError, match=r"run.out_dir=.*disk/run, which is not there"):
+        with pytest.raises(ConfigError, match=r"run.out_dir=.*disk/run, which does not exist"):
             lock_folder(folder).__enter__()
     assert not (tmp_path / "disk").exists()
 
