@@ -1,6 +1,9 @@
-"""Documents out of files: text, JSON lines and arrays, csv, parquet, arrow.
+"""Documents from files: text, JSON lines and arrays, csv, parquet, arrow.
 
-.gz, .bz2, .xz and .zst are seen through, by their first bytes and not only by their names.
+Files compressed by gzip, bzip2, xz or zstd are decompressed while reading, whatever their names.
+
+Text is UTF-8 without NUL bytes and the same on every platform: a byte-order mark at the start of a
+document is dropped, CRLF and a lone CR become a newline.
 """
 
 from __future__ import annotations
@@ -15,203 +18,21 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from cli.options import ConfigError
 from data.tokenizer import characters_of, ids_of
 
-# The text policy: what bytes of a file become which text, the same on every platform.
-#
-# Text is UTF-8 without NUL bytes. A byte-order mark at the start of a document is dropped; CRLF and
-# lone CR become a newline. A document over PIECE_BYTES is encoded in pieces; where they are cut
-# defines its ids.
-
-PIECE_BYTES = 1 << 20
-HEAD_BYTES = 1 << 16  # that are looked at to see whether a file is text at all
-NOT_TEXT = 0.3  # share of bytes there that are neither UTF-8 nor NUL: this is no damage any more
-
-
-class Piece(NamedTuple):
-    """A document, or at most PIECE_BYTES of a longer one."""
-
-    text: str
-    first: bool  # the document starts here
-    last: bool  # and ends here
-    read: int  # bytes of the file that were read for it, for the progress bar
-    split: str = ""  # train or val, if its file's name says so
-
-
-def document_pieces(chunks: Iterable[tuple[str, int]]) -> Iterator[Piece]:
-    """One document, given as (text, bytes read) chunks; none if it is white space alone."""
-    return cut(normalised(chunks))
-
-
-def row_pieces(text: str, read: int) -> Iterator[Piece]:
-    """One document that is in memory as a whole; the same, sooner for the many that are short."""
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    if len(text) > PIECE_BYTES // 4:  # a character has at most 4 bytes
-        yield from cut([(text, read)])
-    elif text.strip():
-        yield Piece(text, True, True, read)
-
-
-def separated_pieces(chunks: Iterable[tuple[str, int]], separator: str) -> Iterator[Piece]:
-    """Several documents with a separator between them, which belongs to none."""
-    between = separator.replace("\r\n", "\n").replace("\r", "\n")
-    parts = _parts(normalised(chunks), between)
-    for text, read, ends in parts:
-        if ends:
-            yield from row_pieces(text, read)
-        else:
-            yield from cut(_until_the_end((text, read, ends), parts))
-
-
-def _parts(chunks: Iterable[tuple[str, int]], separator: str) -> Iterator[tuple[str, int, bool]]:
-    """(text, bytes read, whether a document ends with it); what may begin a separator waits."""
-    rest = ""
-    for text, read in chunks:
-        *whole, rest = (rest + text).split(separator)
-        for part in whole:
-            yield part, read, True
-            read = 0
-        sure = max(0, len(rest) - len(separator) + 1)
-        if sure or read:
-            yield rest[:sure], read, False
-        rest = rest[sure:]
-    yield rest, 0, True
-
-
-def _until_the_end(
-    part: tuple[str, int, bool], parts: Iterator[tuple[str, int, bool]]
-) -> Iterator[tuple[str, int]]:
-    """The chunks of one document, the first of which is `part`."""
-    text, read, ends = part
-    while not ends:
-        yield text, read
-        text, read, ends = next(parts)
-    yield text, read
-
-
-def refuse_binary(chunks: Iterable[tuple[bytes, int]], name: object) -> Iterator[tuple[bytes, int]]:
-    """The same chunks. Raises ConfigError if they begin like something that is not text at all."""
-    first = True
-    for chunk, read in chunks:
-        head, first = chunk[:HEAD_BYTES] if first else b"", False
-        if head.startswith((b"\xff\xfe", b"\xfe\xff")) and b"\0" in head:
-            raise ConfigError(
-                f"{name}: is UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8 FILE > NEW)"
-            )
-        bad = len(head) > 64 and head.decode("utf-8", "replace").count("\ufffd") + head.count(0)
-        if bad > NOT_TEXT * len(head):
-            raise ConfigError(
-                f"{name}: is not UTF-8 text ({bad:,} of its first {len(head):,} bytes are not): "
-                "convert it, or leave it out"
-            )
-        yield chunk, read
-
-
-def without_nul(
-    chunks: Iterable[tuple[bytes, int]], name: object, errors: str
-) -> Iterator[tuple[bytes, int]]:
-    """The same chunks with U+FFFD for NUL bytes; ConfigError with the offset, if strict."""
-    offset = 0
-    for chunk, read in chunks:
-        at = chunk.find(0)
-        if at >= 0 and errors == "strict":
-            raise ConfigError(
-                f"{name}: byte 0x00 at offset {offset + at} is not text: mend the file, or put "
-                "U+FFFD in such places with --errors=replace"
-            )
-        offset += len(chunk)
-        yield chunk if at < 0 else chunk.replace(b"\0", b"\xef\xbf\xbd"), read
-
-
-def decoded(
-    chunks: Iterable[tuple[bytes, int]], name: object, errors: str
-) -> Iterator[tuple[str, int]]:
-    """UTF-8 chunks as text. Raises ConfigError with the offset of what is not UTF-8, if strict."""
-    rest, offset = b"", 0
-    for chunk, read in chunks:
-        text, used = decode(rest + chunk, errors, name, offset, final=False)
-        rest = (rest + chunk)[used:]
-        offset += used
-        yield text, read
-    yield decode(rest, errors, name, offset)[0], 0
-
-
-def decode(
-    data: bytes, errors: str, name: object, offset: int, final: bool = True
-) -> tuple[str, int]:
-    """(text, bytes used) of UTF-8 data that stands at `offset` of the file called `name`."""
-    try:
-        return codecs.utf_8_decode(data, errors, final)
-    except UnicodeDecodeError as error:
-        at = offset + error.start
-        raise ConfigError(
-            f"{name}: byte {data[error.start]:#04x} at offset {at} is not UTF-8: convert the file, "
-            "or put U+FFFD in such places with --errors=replace"
-        ) from None
-
-
-def without_surrogates(text: str, errors: str, name: object) -> str:
-    """The text without half surrogate pairs, which JSON can spell; ConfigError, if strict."""
-    try:
-        text.encode("utf-8")
-        return text
-    except UnicodeEncodeError as error:
-        if errors == "strict":
-            raise ConfigError(
-                f"{name}: character {error.start} of the text is U+{ord(text[error.start]):04X}, "
-                "half of a surrogate pair: mend it, or put U+FFFD there with --errors=replace"
-            ) from None
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def normalised(chunks: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """The same text without a byte-order mark at its start and with newlines as \\n alone."""
-    newlines = io.IncrementalNewlineDecoder(None, translate=True)
-    at_start = True
-    for text, read in chunks:
-        if at_start and text:
-            text, at_start = text.removeprefix("\ufeff"), False
-        yield newlines.decode(text), read
-    yield newlines.decode("", final=True), 0
-
-
-def cut(chunks: Iterable[tuple[str, int]]) -> Iterator[Piece]:
-    """Pieces of one document: cut after newlines, else between characters."""
-    buffer, read, first = b"", 0, True
-    for text, n in chunks:
-        buffer += text.encode("utf-8")
-        read += n
-        start = 0
-        while len(buffer) - start > PIECE_BYTES:
-            end = piece_end(buffer, start)
-            yield Piece(buffer[start:end].decode("utf-8"), first, False, read)
-            start, read, first = end, 0, False
-        buffer = buffer[start:]  # once for each chunk: a long one is cut in linear time
-    text = buffer.decode("utf-8")
-    if not first or text.strip():
-        yield Piece(text, first, True, read)
-
-
-def piece_end(buffer: bytes, start: int = 0) -> int:
-    """Where the piece that begins at `start` of a longer buffer ends."""
-    end = buffer.rfind(b"\n", start, start + PIECE_BYTES) + 1
-    if end:
-        return end
-    end = start + PIECE_BYTES
-    while buffer[end] & 0xC0 == 0x80:  # inside a character
-        end -= 1
-    return end
-
-
+PIECE_BYTES = 1 << 20  # longer documents are encoded in pieces; where they are cut defines the ids
 READ_BYTES = 1 << 20
-LINE_BYTES = 64 << 20  # of one row: what is longer would fill the memory, even from a small .gz
+LINE_BYTES = 64 << 20  # per row: a longer one could fill the memory, even from a small .gz
+HEAD_BYTES = 1 << 16  # bytes that show whether a file is text at all
+NOT_TEXT = 0.3  # with more than this share of bytes that are not text, a file is not damaged text
 TABLE_ROWS = 1000
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-# What a folder is searched for, beside STRUCTURED; a file or glob that is named is always read.
+
+# Files that a folder is searched for, besides STRUCTURED; a file that is named is always read.
 TEXT = ".txt .md .rst .tex .org .log .srt .html .htm .xml .yaml .yml .toml .ini .cfg"
 CODE = (
     ".py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .scala .cs .swift .js .jsx .ts .tsx .css "
@@ -231,6 +52,7 @@ STRUCTURED = {
     ".bin": "ids",
     ".npy": "ids",
 }
+COMPRESSIONS = ("gz", "bz2", "xz", "zst")
 FIRST_BYTES = {
     b"\x1f\x8b\x08": "gz",
     b"BZh": "bz2",
@@ -248,48 +70,59 @@ FIRST_BYTES = {
 AFTER_BZH = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)")  # "BZh" alone may be text
 
 
-class Row(NamedTuple):
-    """One row of a file, as it is there: an object, a string, a list of ids."""
+class Piece(NamedTuple):
+    """A document, or at most PIECE_BYTES of a longer one."""
 
-    name: str  # of the file and the place in it, for messages
+    text: str
+    first: bool  # the document starts here
+    last: bool  # the document ends here
+    read: int  # bytes of the file that were read for it, for the progress bar
+    split: str = ""  # train or val, if the file's name says so
+
+
+class Row(NamedTuple):
+    """A row of a file as it is there: an object, a string or a list of ids."""
+
+    name: str  # file and place in it, for messages
     value: Any
     read: int  # bytes of the file that were read for it
 
 
 class How(NamedTuple):
-    """How files are read: the options that text depends on."""
+    """The options that decide which text a file holds."""
 
     text_field: str = "text"
     errors: str = "strict"
     separator: str = ""
-    n_ids: int = 0  # of the vocabulary, where the source holds ids instead of text
+    n_ids: int = 0  # size of the vocabulary if the source holds ids instead of text
+
+
+# What a file holds
 
 
 def suffix_of(file: Path) -> str:
-    """The suffix in lower case, one of compression not counted."""
-    name = Path(file.stem) if file.suffix.lower() in COMPRESSED else file
+    """Return the suffix in lower case, without that of a compression."""
+    name = Path(file.stem) if file.suffix.lower()[1:] in COMPRESSIONS else file
     return name.suffix.lower()
 
 
 def kind_of(file: Path) -> str:
-    """What a file's name says that it is: text, ids, or a key of READERS.
-
-    "json" has to be looked into (`form_of`), and so has a file whose suffix says nothing.
-    """
+    """Return the kind of file by its name: text, ids, or a key of READERS; "json" for a file that
+    `form_of` has to look into, which is also one with an unknown suffix."""
     suffix = suffix_of(file)
     is_text = suffix in TEXT_SUFFIXES or suffix in CODE_SUFFIXES
     return STRUCTURED.get(suffix, "text" if is_text else "json")
 
 
 def form_of(file: Path, how: How) -> str:
-    """What a file is read as: its kind, once "json" is seen to be "jsonl", "values" or "text"."""
+    """Return how a file is read: its kind, where "json" has become "jsonl", "values" or "text"."""
     kind = kind_of(file)
     if kind != "json":
         return kind
-    head, whole = _first_line(file)
+    head = _first_line(file)
     if head[:1] not in (b"{", b"["):
         return "text"
-    if head[:1] == b"{" and whole and isinstance(_json_or_none(head), dict):
+    if _is_object(head):
         return "jsonl"
     try:
         value = next(_json_items(file, how), Row("", None, 0)).value
@@ -301,13 +134,12 @@ def form_of(file: Path, how: How) -> str:
 
 
 def looks_like_lines(file: Path) -> bool:
-    """Whether a file begins as JSON lines do, whatever it is called."""
-    head, whole = _first_line(file)
-    return whole and head[:1] == b"{" and isinstance(_json_or_none(head), dict)
+    """Return whether a file begins like JSON lines, whatever its name."""
+    return _is_object(_first_line(file))
 
 
-def _first_line(file: Path) -> tuple[bytes, bool]:
-    """The first line that is not blank, as far as it may be an object; whether that is all."""
+def _first_line(file: Path) -> bytes:
+    """Return the first line that is not blank, or its beginning if that is not "{"."""
     parts: list[bytes] = []
     size = 0
     for chunk, _ in chunks(file):
@@ -316,40 +148,47 @@ def _first_line(file: Path) -> tuple[bytes, bool]:
         parts += [line] if line else []
         size += len(line)
         if newline or size > LINE_BYTES or (parts and parts[0][:1] != b"{"):
-            return b"".join(parts), size <= LINE_BYTES
-    return b"".join(parts), True
+            break
+    return b"".join(parts)
 
 
-def _json_or_none(raw: bytes) -> Any:
+def _is_object(line: bytes) -> bool:
     try:
-        return json.loads(raw)
+        return line[:1] == b"{" and isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
-        return None
+        return False
 
 
 def file_pieces(file: Path, how: How, form: str | None = None) -> Iterator[Piece]:
-    """The documents of one file. Raises ConfigError for damage, by name and byte offset or row."""
+    """Yield the documents of a file. Raises ConfigError for damage, with byte offset or row."""
     form = form or form_of(file, how)
     if form == "text":
-        pieces = text_pieces(file, how)
-        yield from ids_pieces(pieces, file, how.n_ids) if how.n_ids else pieces
+        text = normalized(text_chunks(file, how))
+        separator = how.separator.replace("\r\n", "\n").replace("\r", "\n")
+        pieces = cut(split_documents(text, separator))
+        yield from _pieces_of_numbers(pieces, file, how.n_ids) if how.n_ids else pieces
         return
+    unreported = 0  # bytes of rows that hold no text
     for name, value, read in READERS[form](file, how):
+        unreported += read
         if how.n_ids:
             ids = ids_of([] if value is None else value, how.n_ids, name)
-            yield from cut([(characters_of(ids), read)])
+            pieces = cut([(characters_of(ids), unreported, True)])
         else:
-            yield from row_pieces(as_text(value, how, name), read)
+            pieces = row_pieces(as_text(value, how, name), unreported)
+        for piece in pieces:
+            yield piece
+            unreported = 0
 
 
-def ids_pieces(pieces: Iterator[Piece], file: Path, n_ids: int) -> Iterator[Piece]:
-    """Pieces of numbers with white space between them, as one character for each id."""
+def _pieces_of_numbers(pieces: Iterator[Piece], file: Path, n_ids: int) -> Iterator[Piece]:
+    """Turn numbers separated by white space into one character per id."""
     rest, done = "", 0
     for piece in pieces:
         text = piece.text if piece.first else rest + piece.text
         end = len(text)
         while end and not (piece.last or text[end - 1].isspace()):
-            end -= 1  # a number that the next piece may go on with
+            end -= 1  # the last number may continue in the next piece
         ids = ids_of(text[:end], n_ids, str(file), done)
         rest, done = text[end:], done + len(ids)
         yield piece._replace(text=characters_of(ids))
@@ -359,75 +198,70 @@ def ids_pieces(pieces: Iterator[Piece], file: Path, n_ids: int) -> Iterator[Piec
 
 
 def chunks(file: Path) -> Iterator[tuple[bytes, int]]:
-    """(bytes, how far the file itself was read for them) of a file, decompressed.
+    """Yield (bytes, bytes of the file read for them), decompressed.
 
-    Raises ConfigError if it cannot be read or decompressed, or is an archive of files.
+    Raises ConfigError if the file cannot be read or decompressed, or is an archive.
     """
     offset = position = 0
-    packing = ""
+    compression = ""
     try:
         with file.open("rb") as raw:
-            packing = _packing(file, raw.read(512))
+            compression = _compression(file, raw.read(512))
             raw.seek(0)
-            with _decompressed(raw, file, packing) as stream:
+            with _decompressed(raw, file, compression) as stream:
                 while chunk := stream.read(READ_BYTES):
-                    if packing and offset == 0:
-                        _refuse_packed(file, chunk, "compressed ")
+                    if compression and offset == 0 and (inside := _kind_by_bytes(chunk)):
+                        raise _not_text(file, inside, " in a compressed file")
                     yield chunk, raw.tell() - position
                     offset, position = offset + len(chunk), raw.tell()
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        if isinstance(error, PermissionError):
-            raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-        at = f" after {offset} decompressed bytes" if packing else ""
-        raise ConfigError(f"{file}: cannot be read{at}: {error}") from None
+        at = f" after {offset} decompressed bytes" if compression else ""
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{file}: cannot be read{at}: {reason}") from None
 
 
-def _packing(file: Path, head: bytes) -> str:
-    """gz, bz2, xz or zst by the first bytes, else by the name; "" for what is not compressed."""
-    found = _first_bytes(head)
-    if found in ("gz", "bz2", "xz", "zst"):
-        return found
-    _refuse_packed(file, head, "")
-    suffix = file.suffix.lower()
-    return suffix[1:] if suffix in COMPRESSED else ""
+def _compression(file: Path, head: bytes) -> str:
+    """Return gz, bz2, xz or zst by the first bytes, else by the suffix; "" if not compressed."""
+    found = _kind_by_bytes(head)
+    if found and found not in COMPRESSIONS:
+        raise _not_text(file, found)
+    suffix = file.suffix.lower()[1:]
+    return found or (suffix if suffix in COMPRESSIONS else "")
 
 
-def _first_bytes(head: bytes) -> str:
+def _kind_by_bytes(head: bytes) -> str:
     found = next((name for mark, name in FIRST_BYTES.items() if head.startswith(mark)), "")
     if found == "bz2" and not AFTER_BZH.match(head):
         return ""
     return found or ("a tar archive" if head[257:262] == b"ustar" else "")
 
 
-def _refuse_packed(file: Path, head: bytes, within: str) -> None:
-    """Raise ConfigError for what is read only once somebody has unpacked it."""
-    found = _first_bytes(head)
-    if found:
-        found = f"a {found} file" if found in ("gz", "bz2", "xz", "zst") else found
-        what = "convert it to text" if "PDF" in found else "unpack it, and name what comes out"
-        raise ConfigError(f"{file}: is {within}{found}, not text: {what}")
+def _not_text(file: Path, found: str, where: str = "") -> ConfigError:
+    found = f"a {found} file" if found in COMPRESSIONS else found
+    what = "convert it to text" if "PDF" in found else "unpack it and name the files inside"
+    return ConfigError(f"{file}: is {found}{where}, not text: {what}")
 
 
-def _decompressed(raw: BinaryIO, file: Path, packing: str) -> Any:
-    if packing == "gz":
+def _decompressed(raw: BinaryIO, file: Path, compression: str) -> Any:
+    if compression == "gz":
         return gzip.GzipFile(fileobj=raw)
-    if packing == "bz2":
+    if compression == "bz2":
         return bz2.BZ2File(raw)
-    if packing == "xz":
+    if compression == "xz":
         return lzma.LZMAFile(raw)
-    if packing == "zst":
+    if compression == "zst":
         return pyarrow_for(file).CompressedInputStream(raw, "zstd")
     return raw
 
 
 def is_compressed(file: Path) -> bool:
-    """Whether a file is compressed, by its first bytes or its name; archives are refused."""
+    """Return whether a file is compressed. Raises ConfigError for an archive."""
     with file.open("rb") as raw:
-        return bool(_packing(file, raw.read(512)))
+        return bool(_compression(file, raw.read(512)))
 
 
 def pyarrow_for(file: Path) -> Any:
-    """The pyarrow package. Raises ConfigError that says why it is needed if it is missing."""
+    """Return the pyarrow package. Raises ConfigError if it is not installed."""
     try:
         import pyarrow
     except ImportError:
@@ -438,72 +272,224 @@ def pyarrow_for(file: Path) -> Any:
 # Text
 
 
-def text_pieces(file: Path, how: How) -> Iterator[Piece]:
-    """A text file is one document, or several with a separator between them."""
-    text = _text(file, how)
-    return separated_pieces(text, how.separator) if how.separator else document_pieces(text)
+def text_chunks(file: Path, how: How) -> Iterator[tuple[str, int]]:
+    """Yield (text, bytes read) of a text file. Raises ConfigError if it is not text, and for
+    invalid UTF-8 or NUL bytes unless errors=replace."""
+    return decoded(_checked(file, how.errors), file, how.errors)
 
 
-def _text(file: Path, how: How) -> Iterator[tuple[str, int]]:
-    raw = without_nul(refuse_binary(chunks(file), file), file, how.errors)
-    return decoded(raw, file, how.errors)
-
-
-# JSON
-
-
-def json_lines(file: Path, how: How) -> Iterator[Row]:
-    """Each line that is not blank is one row."""
+def _checked(file: Path, errors: str) -> Iterator[tuple[bytes, int]]:
     offset = 0
-    for number, (line, read) in enumerate(_lines(file), start=1):
-        name = f"{file}, line {number}"
-        start = 3 if number == 1 and line.startswith(b"\xef\xbb\xbf") else 0
-        text, _ = decode(line[start:], how.errors, file, offset + start)
-        if text.strip():
-            try:
-                value = field_of(json.loads(text), how.text_field, name)
-            except RecursionError:
-                raise ConfigError(f"{name} (offset {offset}): nested too deep") from None
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{name} (offset {offset}): not JSON: {error}") from None
-            yield Row(name, value, read)
-        offset += len(line) + 1
+    for chunk, read in chunks(file):
+        if offset == 0:
+            _refuse_binary(chunk[:HEAD_BYTES], file)
+        at = chunk.find(0)
+        if at >= 0 and errors == "strict":
+            raise ConfigError(
+                f"{file}: byte 0x00 at offset {offset + at} is not text: repair the file, or "
+                "replace such bytes by U+FFFD with --errors=replace"
+            )
+        offset += len(chunk)
+        yield chunk if at < 0 else chunk.replace(b"\0", b"\xef\xbf\xbd"), read
 
 
-def _lines(file: Path) -> Iterator[tuple[bytes, int]]:
-    """(line without its newline, bytes read) of a file."""
-    parts: list[bytes] = []  # of the line that is not complete; joined once, however long it gets
-    read = size = number = 0
-    for chunk, n in chunks(file):
-        first, *others = chunk.split(b"\n")
+def _refuse_binary(head: bytes, file: Path) -> None:
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) and b"\0" in head:
+        raise ConfigError(
+            f"{file}: is UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8 FILE > NEW)"
+        )
+    bad = len(head) > 64 and head.decode("utf-8", "replace").count("\ufffd") + head.count(0)
+    if bad > NOT_TEXT * len(head):
+        raise ConfigError(
+            f"{file}: is not UTF-8 text ({bad:,} of its first {len(head):,} bytes are not): "
+            "convert it, or leave it out"
+        )
+
+
+def decoded(
+    chunks: Iterable[tuple[bytes, int]], name: object, errors: str
+) -> Iterator[tuple[str, int]]:
+    """Decode UTF-8 chunks. Raises ConfigError with the offset of an invalid byte, if strict."""
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(errors), 0
+    for chunk, read in chain(chunks, [(b"", 0)]):
+        start = offset - len(decoder.getstate()[0])  # of a character that the last chunk cut
+        try:
+            yield decoder.decode(chunk, final=not chunk), read
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{name}: byte {error.object[error.start]:#04x} at offset {start + error.start} is "
+                "not UTF-8: convert the file, or replace such bytes by U+FFFD with --errors=replace"
+            ) from None
+        offset += len(chunk)
+
+
+def normalized(chunks: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """Drop a byte-order mark at the start, and make all line ends "\\n"."""
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
+    at_start = True
+    for text, read in chunks:
+        if at_start and text:
+            text, at_start = text.removeprefix("\ufeff"), False
+        yield newlines.decode(text), read
+    yield newlines.decode("", final=True), 0
+
+
+def split_documents(
+    chunks: Iterable[tuple[str, int]], separator: str
+) -> Iterator[tuple[str, int, bool]]:
+    """Split text at a separator, which belongs to no document: yield (text, bytes read, whether a
+    document ends here). Without a separator all of it is one document."""
+    rest = ""
+    for text, read in chunks:
+        if not separator:
+            yield text, read, False
+            continue
+        first, *others = (rest + text).split(separator)
+        *whole, rest = [first, *(other.removeprefix("\ufeff") for other in others)]
+        for part in whole:
+            yield part, read, True
+            read = 0
+        sure = max(0, len(rest) - len(separator) + 1)  # what follows may begin a separator
+        yield rest[:sure], read, False
+        rest = rest[sure:]
+    yield rest, 0, True
+
+
+def row_pieces(text: str, read: int) -> Iterator[Piece]:
+    """Yield the pieces of a document that is in memory. Most are short and need no cutting."""
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    if len(text) > PIECE_BYTES // 4:  # a character has at most 4 bytes
+        yield from cut([(text, read, True)])
+    elif text.strip():
+        yield Piece(text, True, True, read)
+
+
+def cut(parts: Iterable[tuple[str, int, bool]]) -> Iterator[Piece]:
+    """Cut documents, given as by `split_documents`, into pieces: after newlines, else between
+    characters. A document of white space alone is dropped."""
+    buffer, read, first = b"", 0, True
+    for text, n, ends in parts:
+        buffer += text.encode("utf-8")
+        read += n
+        start = 0
+        while len(buffer) - start > PIECE_BYTES:
+            end = piece_end(buffer, start)
+            yield Piece(buffer[start:end].decode("utf-8"), first, False, read)
+            start, read, first = end, 0, False
+        buffer = buffer[start:]  # once per chunk, so that a long one takes linear time
+        if ends:
+            rest = buffer.decode("utf-8")
+            if not first or rest.strip():
+                yield Piece(rest, first, True, read)
+            buffer, read, first = b"", 0, True
+
+
+def piece_end(buffer: bytes, start: int = 0) -> int:
+    """Return the end of the piece that begins at `start` of a longer buffer."""
+    end = buffer.rfind(b"\n", start, start + PIECE_BYTES) + 1
+    if end:
+        return end
+    end = start + PIECE_BYTES
+    while buffer[end] & 0xC0 == 0x80:  # inside a character
+        end -= 1
+    return end
+
+
+# Rows
+
+
+def field_of(row: Any, text_field: str, name: str) -> Any:
+    """Return the field of a row; a row that is a string or a list is taken whole."""
+    if isinstance(row, dict):
+        check_field(text_field, row, name)
+        return row[text_field]
+    if isinstance(row, (str, list)):
+        return row
+    raise ConfigError(f"{name}: must be a JSON object with a field {text_field!r}")
+
+
+def check_field(text_field: str, fields: Iterable[str], name: str) -> None:
+    """Raise ConfigError unless the field is one of these."""
+    if text_field not in fields:
+        there = ", ".join(map(repr, fields)) or "none"
+        raise ConfigError(
+            f"{name}: has no field {text_field!r}, only {there}: choose one with --text_field, or "
+            "leave the file out"
+        )
+
+
+def as_text(value: Any, how: How, name: str) -> str:
+    """Return the text of a row; "" for null. Raises ConfigError if it is not text, and for half a
+    surrogate pair, which JSON can spell, unless errors=replace."""
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(
+            f"{name}: field {how.text_field!r} holds {type(value).__name__}, not text"
+        )
+    text = value or ""
+    try:
+        text.encode("utf-8")
+        return text
+    except UnicodeEncodeError as error:
+        if how.errors == "strict":
+            raise ConfigError(
+                f"{name}: character {error.start} of the text is U+{ord(text[error.start]):04X}, "
+                "half of a surrogate pair: repair it, or replace it by U+FFFD with --errors=replace"
+            ) from None
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _lines(chunks: Iterable[tuple[str, int]], file: Path) -> Iterator[tuple[str, int]]:
+    """Yield (line without its newline, bytes read)."""
+    parts: list[str] = []  # of the current line; joined once, so that a long line is not slow
+    size = read = 0
+    number = 1
+    for text, n in chunks:
+        first, *others = text.split("\n")
         parts.append(first)
         read, size = read + n, size + len(first)
         for other in others:
-            yield b"".join(parts), read
-            parts, read, size, number = [other], 0, len(other), number + 1
+            yield "".join(parts), read
+            parts, size, read, number = [other], len(other), 0, number + 1
         if size > LINE_BYTES:
-            raise _too_long(f"{file}, line {number + 1}")
-    yield b"".join(parts), read
+            raise _too_long(f"{file}, line {number}")
+    if size:
+        yield "".join(parts), read
 
 
 def _too_long(name: str) -> ConfigError:
     return ConfigError(
-        f"{name}: longer than {LINE_BYTES >> 20} MB, the most that one row may have: split it into "
+        f"{name}: longer than {LINE_BYTES >> 20} MB, the maximum for a row: split it into "
         "several, or write its text to a file of its own"
     )
 
 
+def json_lines(file: Path, how: How) -> Iterator[Row]:
+    """Yield a row per line that is not blank."""
+    offset = 0
+    lines = _lines(decoded(chunks(file), file, how.errors), file)
+    for number, (line, read) in enumerate(lines, start=1):
+        text = line.removeprefix("\ufeff") if number == 1 else line
+        if text.strip():
+            name = f"{file}, line {number}"
+            try:
+                value = field_of(json.loads(text), how.text_field, name)
+            except RecursionError:
+                raise ConfigError(f"{name} (offset {offset}): nested too deeply") from None
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{name} (offset {offset}): not JSON: {error}") from None
+            yield Row(name, value, read)
+        offset += len(line.encode("utf-8")) + 1
+
+
 def json_values(file: Path, how: How) -> Iterator[Row]:
-    """The items of an array, or one value after the other, each a row."""
+    """Yield a row per item of an array, or per value of several that follow each other."""
     for name, value, read in _json_items(file, how):
         yield Row(name, field_of(value, how.text_field, name), read)
 
 
 def _json_items(file: Path, how: How) -> Iterator[Row]:
-    """The values as they are. Takes time linear in the file.
-
-    The buffer is filled with at least as much again whenever a value does not end in it.
-    """
+    """Yield the values themselves, in time linear in the file: whenever a value does not end within
+    the buffer, the buffer grows to at least twice its size."""
     decoder, text = json.JSONDecoder(), decoded(chunks(file), file, how.errors)
     buffer, at, number, in_array, read = "", 0, 0, False, 0
     while True:
@@ -520,13 +506,15 @@ def _json_items(file: Path, how: How) -> Iterator[Row]:
             try:
                 value, end = decoder.raw_decode(buffer, at)
             except RecursionError:
-                raise ConfigError(f"{name}: nested too deep") from None
+                raise ConfigError(f"{name}: nested too deeply") from None
             except json.JSONDecodeError as error:
                 problem = f"not JSON: {error.msg}"
-                if not _is_cut(error, len(buffer)):
+                # A value that is only cut off, by the end of the buffer, may still be JSON.
+                is_cut = error.msg.startswith("Unterminated string")
+                if not is_cut and error.pos <= len(buffer) - 16:
                     raise ConfigError(f"{name}: {problem}") from None
-        if end == len(buffer):  # it may go on
-            more, n = _as_much_again(text, len(buffer) - at)
+        if end == len(buffer):  # the value may continue
+            more, n = _take(text, len(buffer) - at)
             if len(buffer) - at > LINE_BYTES:
                 raise _too_long(name)
             buffer, at, read = buffer[at:] + more, 0, read + n
@@ -544,12 +532,8 @@ def _json_items(file: Path, how: How) -> Iterator[Row]:
 _BETWEEN = re.compile(r"[\s,\ufeff]*")
 
 
-def _is_cut(error: json.JSONDecodeError, size: int) -> bool:
-    """Whether a value is not JSON only because the buffer ends in the middle of it."""
-    return error.msg.startswith("Unterminated string") or error.pos > size - 16
-
-
-def _as_much_again(text: Iterator[tuple[str, int]], size: int) -> tuple[str, int]:
+def _take(text: Iterator[tuple[str, int]], size: int) -> tuple[str, int]:
+    """Return the next (more than `size` characters, bytes read for them), or what is left."""
     parts: list[str] = []
     found = read = 0
     for part, n in text:
@@ -560,55 +544,17 @@ def _as_much_again(text: Iterator[tuple[str, int]], size: int) -> tuple[str, int
     return "".join(parts), read
 
 
-def field_of(row: Any, text_field: str, name: str) -> Any:
-    """What one row holds in the field; a row that is a string or a list is taken whole."""
-    if isinstance(row, dict):
-        check_field(text_field, row, name)
-        return row[text_field]
-    if isinstance(row, (str, list)):
-        return row
-    raise ConfigError(f"{name}: must be a JSON object with a field {text_field!r}")
-
-
-def as_text(value: Any, how: How, name: str) -> str:
-    """The text of a row; "" for null. Raises ConfigError if it is not text."""
-    if value is not None and not isinstance(value, str):
-        what = f"field {how.text_field!r} holds"
-        raise ConfigError(f"{name}: {what} {type(value).__name__}, not text")
-    return without_surrogates(value or "", how.errors, name)
-
-
-def check_field(text_field: str, fields: Iterable[str], name: str) -> None:
-    """Raise ConfigError unless the field is one of these."""
-    if text_field not in fields:
-        there = ", ".join(map(repr, fields)) or "none"
-        raise ConfigError(
-            f"{name}: has no field {text_field!r}, only {there}: choose one with --text_field, or "
-            "leave the file out"
-        )
-
-
-# Tables
-
-
 def delimited_rows(file: Path, how: How) -> Iterator[Row]:
-    """Rows of a .csv or .tsv file, whose first line names the columns."""
-    read = 0
+    """Yield the rows of a .csv or .tsv file, whose first line names the columns."""
+    read = number = 0
 
     def lines() -> Iterator[str]:
         nonlocal read
-        rest = ""
-        for text, n in normalised(_text(file, how)):
-            *whole, rest = (rest + text).split("\n")
+        for line, n in _lines(normalized(text_chunks(file, how)), file):
             read += n
-            for line in whole:
-                yield line + "\n"
-            if len(rest) > LINE_BYTES:
-                raise _too_long(f"{file}, row {number}")
-        yield from [rest] if rest else []
+            yield line + "\n"
 
     csv.field_size_limit(LINE_BYTES)
-    number = 0
     table = csv.reader(lines(), delimiter="\t" if kind_of(file) == "tsv" else ",", strict=True)
     try:
         header = next(table, None)
@@ -629,60 +575,56 @@ def delimited_rows(file: Path, how: How) -> Iterator[Row]:
 
 
 def parquet_rows(file: Path, how: How) -> Iterator[Row]:
-    """Rows of a .parquet file, read a few at a time."""
+    """Yield the rows of a .parquet file."""
     pyarrow_for(file)
     from pyarrow.parquet import ParquetFile
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[tuple[Any, float]]:
         with ParquetFile(file) as table:
             check_field(how.text_field, table.schema_arrow.names, str(file))
-            yield from table.iter_batches(TABLE_ROWS, columns=[how.text_field])
+            done = 0
+            for batch in table.iter_batches(TABLE_ROWS, columns=[how.text_field]):
+                done += batch.num_rows
+                yield batch, done / table.metadata.num_rows
 
-    def n_rows() -> int:
-        with ParquetFile(file) as table:
-            return table.metadata.num_rows
-
-    return _columnar_rows(file, "parquet", batches, n_rows)
+    return _columnar_rows(file, "parquet", batches)
 
 
 def arrow_rows(file: Path, how: How) -> Iterator[Row]:
-    """Rows of an Arrow file, in its stream form (`datasets.save_to_disk`) or its file form."""
+    """Yield the rows of an Arrow file, in the stream format (`datasets.save_to_disk`) or the file
+    format."""
     pyarrow = pyarrow_for(file)
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[tuple[Any, float]]:
         with pyarrow.memory_map(str(file)) as stream:
             is_file = stream.read(6) == b"ARROW1"
             stream.seek(0)
             opened = pyarrow.ipc.open_file(stream) if is_file else pyarrow.ipc.open_stream(stream)
             with opened as table:
                 check_field(how.text_field, table.schema.names, str(file))
-                count = table.num_record_batches if is_file else None
-                some = map(table.get_batch, range(count)) if is_file else table
-                for batch in some:
+                count = table.num_record_batches if is_file else 0
+                found = map(table.get_batch, range(count)) if is_file else table
+                for i, batch in enumerate(found):
+                    part = (i + 1) / count if is_file else stream.tell() / stream.size()
                     column = batch.select([how.text_field])
                     for at in range(0, batch.num_rows, TABLE_ROWS):
-                        yield column.slice(at, TABLE_ROWS)
+                        yield column.slice(at, TABLE_ROWS), part
 
-    def n_rows() -> int:
-        return sum(batch.num_rows for batch in batches())
-
-    return _columnar_rows(file, "arrow", batches, n_rows)
+    return _columnar_rows(file, "arrow", batches)
 
 
 def _columnar_rows(
-    file: Path, kind: str, batches: Callable[[], Iterator[Any]], n_rows: Callable[[], int]
+    file: Path, kind: str, batches: Callable[[], Iterator[tuple[Any, float]]]
 ) -> Iterator[Row]:
-    """Rows of batches of one column; each is said to take an equal share of the file."""
+    """Yield the rows of (batch of one column, part of the file that is read after it)."""
     import pyarrow
 
+    size, number, position = file.stat().st_size, 0, 0
     try:
-        size, done = file.stat().st_size, 0
-        rows = n_rows()
-        for batch in batches():
+        for batch, part in batches():
             for value in batch.column(0).to_pylist():
-                read = size * (done + 1) // rows - size * done // rows
-                yield Row(f"{file}, row {done}", value, read)
-                done += 1
+                yield Row(f"{file}, row {number}", value, int(part * size) - position)
+                number, position = number + 1, int(part * size)
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read as {kind}: {error}") from None
 

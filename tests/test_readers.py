@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cli.options import ConfigError
 from data import readers
-from data.readers import PIECE_BYTES, How, cut, file_pieces, form_of, json_values, separated_pieces
+from data.readers import PIECE_BYTES, How, cut, file_pieces, form_of, json_values, split_documents
 
 TEXTS = ["Story one.\nThe cat sat.", 'Sto"ry, two é', "three"]
 ROWS = [{"text": text, "url": "u", "body": text.upper()} for text in TEXTS]
@@ -171,7 +171,7 @@ def test_a_row_that_is_too_long_is_refused_before_it_fills_the_memory(tmp_path, 
     file = written(tmp_path / f"{name}.gz", gzip.compress((content + long).encode()))
     tracemalloc.start()
     try:
-        assert "the most that one row may have" in refusal(file) or "limit" in refusal(file)
+        assert "the maximum for a row" in refusal(file) or "limit" in refusal(file)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
@@ -191,7 +191,7 @@ def test_a_long_row_is_cut_without_copying_what_is_left_of_it_for_each_piece():
     buffers = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "piece_end", lambda b, s: buffers.append(b) or s + PIECE_BYTES)
-        assert [len(p.text) for p in cut([("x" * 5 * PIECE_BYTES, 9)])] == [PIECE_BYTES] * 5
+        assert [len(p.text) for p in cut([("x" * 5 * PIECE_BYTES, 9, True)])] == [PIECE_BYTES] * 5
     assert len(buffers) == 4
     assert len(set(map(id, buffers))) == 1
 
@@ -270,7 +270,7 @@ def test_a_separator_splits_as_split_does(parts, separator, size):
     content = separator.join(parts)
     chunks = [(content[at : at + size], size) for at in range(0, len(content), size)]
     found: list[str] = []
-    for piece in separated_pieces(chunks, separator):
+    for piece in cut(split_documents(chunks, separator)):
         found += [""] if piece.first else []
         found[-1] += piece.text
     assert found == [part for part in content.split(separator) if part.strip()]

@@ -21,7 +21,16 @@ from hypothesis import strategies as st
 from cli.options import ConfigError
 from data import readers
 from data.prepared import content_of
-from data.readers import PIECE_BYTES, How, Piece, cut, decoded, document_pieces, row_pieces
+from data.readers import (
+    PIECE_BYTES,
+    How,
+    Piece,
+    cut,
+    decoded,
+    normalized,
+    row_pieces,
+    split_documents,
+)
 from data.sources import (
     FEW_DOCUMENTS,
     named_split,
@@ -54,6 +63,10 @@ def refusal(spec: object, **options) -> str:
     with pytest.raises(ConfigError) as refused:
         documents(spec, **options)
     return str(refused.value)
+
+
+def document_pieces(chunks) -> list[Piece]:
+    return list(cut(split_documents(normalized(chunks), "")))
 
 
 # The text policy
@@ -136,7 +149,7 @@ def test_the_platforms_encoding_does_not_matter(tmp_path):
 
 
 def pieces_of(content: str) -> list[Piece]:
-    return list(cut([(content, len(content))]))
+    return list(cut([(content, len(content), True)]))
 
 
 def test_a_document_of_a_mebibyte_is_one_piece():
@@ -166,7 +179,7 @@ def test_pieces_depend_on_the_text_alone(content, limit, chunk):
     def cut_by(chunks: Iterator[str]) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(readers, "PIECE_BYTES", limit)
-            return [p.text for p in cut((c, 0) for c in chunks)]
+            return [p.text for p in cut(split_documents(((c, 0) for c in chunks), ""))]
 
     whole = cut_by([content])
     assert cut_by([content[at : at + chunk] for at in range(0, len(content), chunk)]) == whole
@@ -180,7 +193,7 @@ def test_a_row_is_cut_where_a_file_with_its_text_is(character, monkeypatch):
     contents += ["\ufeff" + character * 9, f"a\r\n\rb{character * 20}\r", "\ufeff", " \r\n"]
     for content in contents:
         pieces = list(row_pieces(content, 7))
-        assert pieces == list(document_pieces([(content, 7)])), repr(content)
+        assert pieces == document_pieces([(content, 7)]), repr(content)
         assert all(len(piece.text.encode()) <= 16 for piece in pieces)
 
 
