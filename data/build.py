@@ -1,11 +1,11 @@
-"""Builds a prepared folder, shard by shard, so that a killed build continues where it was."""
+"""Build a prepared folder shard by shard; a build that was killed continues where it stopped."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial as bind
 from itertools import islice
@@ -31,7 +31,7 @@ from data.meta import (
 )
 from data.prepared import SOURCE_FILE, Stamp, key_of, looks_unchanged, partial_folder, stamps_of
 from data.readers import How, Piece, form_of
-from data.sources import Read, Source, Split, is_chosen, resolve_split
+from data.sources import Read, Source, Split, is_chosen, parts_of, resolve_split
 from data.tokenizer import (
     END_OF_TEXT,
     Tokenizer,
@@ -42,42 +42,41 @@ from data.tokenizer import (
     unknown_characters,
 )
 
-# What is to be built: sources, how each is split, and the tokenizer that their text makes.
-
 SAMPLE_BYTES = 32 << 20  # of text that a BPE is trained on
-SAMPLE_SPAN = 16  # the sample is spread over so many times its size
+SAMPLE_SPAN = 16  # the sample is spread over this many times its size
+PROGRESS_FILE = "progress.jsonl"
+
+
+# The plan
 
 
 @dataclass
 class Plan:
-    """What is built: sources with their weights and splits, and by which options."""
+    """What to build: sources, how they are read and split, and which tokenizer."""
 
     config: DataConfig
     sources: list[Source]
-    weights: list[float]  # of those that train, which come first
+    how: How
     splits: list[Split]
-    tokenizer: Tokenizer | None  # one that is not made from the text
+    tokenizer: Tokenizer | None  # None: made from the text
+
+    @property
+    def weights(self) -> list[float]:
+        """The weights of the sources that train; they come before those that only validate."""
+        return [weight for _, weight in parts_of(self.config) if weight]
 
     def pieces(self, source: Source, read: Read | None = None) -> Iterator[Piece]:
-        """The documents of one source; `read` notes what is found."""
-        return source.pieces(how_to_read(self.config), read)
-
-
-def how_to_read(config: DataConfig) -> How:
-    """The options that decide which text the files hold."""
-    is_ids = config.tokenizer.startswith("ids:")
-    n_ids = int(config.tokenizer.removeprefix("ids:")) if is_ids else 0
-    return How(config.text_field, config.errors, config.separator, n_ids)
+        """Yield the documents of one source; `read` counts what is found."""
+        return source.pieces(self.how, read)
 
 
 def make_plan(
-    config: DataConfig,
-    sources: list[Source],
-    weights: list[float],
-    tokenizer: Tokenizer | None = None,
+    config: DataConfig, sources: list[Source], tokenizer: Tokenizer | None = None
 ) -> Plan:
-    """Decide how each source is split. Raises ConfigError for a source that holds no text."""
-    how = how_to_read(config)
+    """Decide how each source is split. Raises ConfigError for a source without text."""
+    is_ids = config.tokenizer.startswith("ids:")
+    n_ids = int(config.tokenizer.removeprefix("ids:")) if is_ids else 0
+    how = How(config.text_field, config.errors, config.separator, n_ids)
     _check_applies(how, sources)
     splits = []
     for source in sources:
@@ -85,52 +84,27 @@ def make_plan(
             _check_ids(config, source, tokenizer)
         elif next(source.pieces(how), None) is None:
             option = "data.val_source" if source.validates else "data.source"
-            raise ConfigError(f"{option}={source.spec} holds no text, or white space alone")
+            raise ConfigError(f"{option}={source.spec} holds no text, or only white space")
         splits.append(_split(config, source, how))
-    plan = Plan(config, sources, [weight for weight in weights if weight], splits, tokenizer)
+    plan = Plan(config, sources, how, splits, tokenizer)
     if tokenizer is not None and tokenizer.name == "char":
         _check_characters(plan, tokenizer)
     return plan
 
 
-def _check_characters(plan: Plan, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError naming every character of the text that a run's tokenizer does not know."""
-    counts = np.zeros(0x110000, dtype=np.int64)
-    for source in plan.sources:
-        for piece in () if source.holds_ids else plan.pieces(source):
-            counts += np.bincount(code_points(piece.text), minlength=len(counts))
-    found = {chr(code): int(counts[code]) for code in np.flatnonzero(counts)}
-    alphabet = b"".join(tokenizer.table).decode("utf-8")
-    if set(found) - set(alphabet):
-        raise unknown_characters(found, alphabet)
-
-
-def _split(config: DataConfig, source: Source, how: How) -> Split:
-    """How one source is split."""
-    if source.validates:
-        return Split("only", 1)
-    if config.val_source:
-        return Split("rest", 0)
-    if source.val_files and config.split == "auto":
-        return Split("files", config.val_fraction)
-    if source.holds_ids:
-        return Split("tail" if config.val_fraction else "none", config.val_fraction)
-    return resolve_split(config.split, config.val_fraction, source.pieces(how))
-
-
 def _check_applies(how: How, sources: list[Source]) -> None:
-    """Raise ConfigError for an option that no file of the sources can obey."""
+    """Raise ConfigError for an option that applies to no file of the sources."""
     files = [file for source in sources for file in source.files]
     typed = how.text_field != How().text_field and all(source.files for source in sources)  # no hub
     if typed and all(form_of(file, how) in ("text", "ids") for file in files):
         raise ConfigError(
-            f"data.text_field={how.text_field}: no file of the source has fields, they are read as "
-            "plain text or ids; JSON lines and arrays, .csv, .tsv, .parquet and .arrow have them"
+            f"data.text_field={how.text_field}: no file of the source has fields, all are plain "
+            "text or ids; JSON lines and arrays, .csv, .tsv, .parquet and .arrow have them"
         )
     if how.separator and all(form_of(file, how) != "text" for file in files):
         raise ConfigError(
-            f"data.separator={how.separator!r}: no file of the source is plain text; each row of "
-            "the others is a document already"
+            f"data.separator={how.separator!r}: no file of the source is plain text; in the others "
+            "each row is a document already"
         )
 
 
@@ -142,8 +116,35 @@ def _check_ids(config: DataConfig, source: Source, tokenizer: Tokenizer | None) 
         )
 
 
+def _split(config: DataConfig, source: Source, how: How) -> Split:
+    if source.validates:
+        return Split("only", 1)
+    if config.val_source:
+        return Split("rest", 0)
+    if source.val_files and config.split == "auto":
+        return Split("files", config.val_fraction)
+    if source.holds_ids:
+        return Split("tail" if config.val_fraction else "none", config.val_fraction)
+    return resolve_split(config.split, config.val_fraction, source.pieces(how))
+
+
+def _check_characters(plan: Plan, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError that lists every character that the char tokenizer of a run lacks."""
+    counts = np.zeros(0x110000, dtype=np.int64)
+    for source in plan.sources:
+        for piece in () if source.holds_ids else plan.pieces(source):
+            counts += np.bincount(code_points(piece.text), minlength=len(counts))
+    found = {chr(code): int(counts[code]) for code in np.flatnonzero(counts)}
+    alphabet = b"".join(tokenizer.table).decode("utf-8")
+    if set(found) - set(alphabet):
+        raise unknown_characters(found, alphabet)
+
+
+# A tokenizer from the text
+
+
 def make_tokenizer(plan: Plan, say: Say, sample_bytes: int = SAMPLE_BYTES) -> Tokenizer:
-    """The tokenizer that is made from the plan's text: char or bpe:N."""
+    """Make the tokenizer that the config names, char or bpe:N, from the plan's text."""
     name = plan.config.tokenizer
     if name == "char":
         return char_tokenizer(*_alphabet(plan))
@@ -151,12 +152,12 @@ def make_tokenizer(plan: Plan, say: Say, sample_bytes: int = SAMPLE_BYTES) -> To
     vocab_size = int(name.removeprefix("bpe:"))
     tokenizer = train_bpe(name, vocab_size, _sample(plan, sample_bytes))
     if tokenizer.vocab_size < vocab_size:
-        say(f"the text holds too little to merge for {name}: {tokenizer.vocab_size} ids")
+        say(f"{name}: the text is too small for that many ids; using {tokenizer.vocab_size}")
     return tokenizer
 
 
 def _alphabet(plan: Plan) -> tuple[str, bool]:
-    """The distinct characters of all text, sorted, and whether there are several documents."""
+    """(the distinct characters of the text, sorted; whether there are several documents)."""
     seen = np.zeros(0x110000, dtype=bool)
     documents = 0
     for source in plan.sources:
@@ -167,8 +168,8 @@ def _alphabet(plan: Plan) -> tuple[str, bool]:
 
 
 def _sample(plan: Plan, sample_bytes: int) -> Iterator[str]:
-    """Training text, at most sample_bytes, chosen by hash from the beginning of each source; those
-    that only validate come last and have no weight."""
+    """Yield at most sample_bytes of training text, chosen by hash from the start of each source."""
+    # Not strict: the sources that only validate come last and have no weight.
     for source, split, weight in zip(plan.sources, plan.splits, plan.weights, strict=False):
         left = sample_bytes * weight
         share = left / min(max(source.size, left), SAMPLE_SPAN * left)
@@ -180,242 +181,216 @@ def _sample(plan: Plan, sample_bytes: int) -> Iterator[str]:
                     break
 
 
-PROGRESS_FILE = "progress.jsonl"
+# The build
 
 
-@dataclass
-class Progress:
-    """How far a build has come: a journal with one line after each shard, so that the time for it
-    does not grow with the number of shards."""
+class Journal:
+    """The progress of a build: a file with one JSON line per group of finished shards.
 
-    path: Path
-    tasks: list[int]  # done of each source
-    complete: list[bool]  # sources that are done
-    shards: list[Shard]
+    It is only appended to, so that the time for it does not grow with the number of shards.
+    """
 
-    def add(self, number: int, tasks: int, complete: bool, shards: list[Shard]) -> None:
-        """Note, surely on disk, that these shards hold a source's tasks up to here."""
-        entry = [number, tasks, complete, [asdict(shard) for shard in shards]]
+    def __init__(self, path: Path, n_sources: int) -> None:
+        self.path = path
+        self.tasks = [0] * n_sources  # done
+        self.complete = [False] * n_sources
+        self.shards: list[Shard] = []
+
+    def add(self, source: int, tasks: int, complete: bool, shards: list[Shard]) -> None:
+        """Record, synced to disk, that these shards hold the source's tasks up to `tasks`."""
+        entry = [source, tasks, complete, [asdict(shard) for shard in shards]]
         with self.path.open("ab") as stream:
             stream.write(json.dumps(entry).encode() + b"\n")
             stream.flush()
             sync(stream.fileno())
-        self._take(number, tasks, complete, shards)
+        self._take(source, tasks, complete, shards)
 
-    def _take(self, number: int, tasks: int, complete: bool, shards: list[Shard]) -> None:
-        self.tasks[number], self.complete[number] = tasks, complete
+    def _take(self, source: int, tasks: int, complete: bool, shards: list[Shard]) -> None:
+        self.tasks[source], self.complete[source] = tasks, complete
         self.shards += shards
 
     def read(self) -> None:
-        """Take what the journal says, and cut off a last line that a kill has torn."""
+        """Read the file, and cut off a last line that a kill has torn."""
         good = 0
         with self.path.open("r+b") as stream:
             for line in stream:
                 try:
-                    number, tasks, complete, shards = json.loads(line)
+                    source, tasks, complete, shards = json.loads(line)
                     shards = [Shard(**shard) for shard in shards]
                     if not line.endswith(b"\n"):
                         break
-                    self._take(number, tasks, complete, shards)
+                    self._take(source, tasks, complete, shards)
                 except (ValueError, TypeError, IndexError):
                     break
                 good += len(line)
             stream.truncate(good)
 
 
-def _continued(partial: Path, made_from: dict[str, Any], say: Say) -> Progress:
-    """The progress of a build that was begun, or of one in a fresh folder."""
-    n_sources = len(made_from["sources"])
-    found = Progress(partial / PROGRESS_FILE, [0] * n_sources, [False] * n_sources, [])
-    if found.path.is_file():
-        found.read()
-        if found.shards:
-            say(f"continuing after {len(found.shards)} finished shards")
-        return found
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    replace_file(partial / SOURCE_FILE, json_bytes(made_from))
-    found.path.touch()
-    return found
+class Build:
+    """The build of one prepared folder, whose name ends in the key of `made_from`.
 
+    It is built as `.KEY.partial` and renamed when it is complete.
 
-def build(
-    plan: Plan,
-    made_from: dict[str, Any],
-    stamps: list[list[Stamp]],
-    folder: Path,
-    say: Say,
-    progress: bool,
-    shard_bytes: int,
-) -> Meta:
-    """Make the folder from the plan's sources. Its name ends in the key of `made_from`.
-
-    stamps: of each source's files, from before their content was hashed.
+    stamps: of each source's files, taken before their content was hashed.
     """
-    partial = partial_folder(folder.parent, key_of(made_from))
-    done = _continued(partial, made_from, say)
-    tokenizer = _kept_tokenizer(plan, stamps, partial, say)
-    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    with _bar(plan, folder.name, progress) as bar:
-        for number in range(len(plan.sources)):
-            if done.complete[number]:
-                bar.update(plan.sources[number].size)
-                continue
-            skip, read = done.tasks[number], Read(_ends(tokenizer))
-            results = _encoded(plan, number, tokenizer, dtype, partial, skip, bar, read)
-            check = bind(_check_unchanged, plan, number, stamps[number])
-            _write_shards(partial, number, results, done, check, dtype, shard_bytes)
-            for line in read.lines(plan.config.separator):
-                say(f"{plan.sources[number].spec}: {line}")
-        if bar.total:
-            bar.update(bar.total - bar.n)
-    meta = Meta(
-        source=plan.config.source,
-        tokenizer=tokenizer.name,
-        vocab_size=tokenizer.vocab_size,
-        dtype=dtype,
-        fingerprint=fingerprint(read_tokenizer(partial), dtype, plan.weights, done.shards),
-        splits=[split.mode for split in plan.splits],
-        weights=plan.weights,
-        shards=done.shards,
-    )
-    _check_splits(plan, meta, partial)
-    if stamps != [stamps_of(source) for source in plan.sources]:
-        shutil.rmtree(partial)  # it may hold some of the one content and some of the other
-        raise _changed(plan)
-    write_meta(partial, meta)
-    _put(partial, folder)
-    (folder / PROGRESS_FILE).unlink(missing_ok=True)  # last: until here it can be continued
-    return meta
 
+    def __init__(
+        self,
+        plan: Plan,
+        made_from: dict[str, Any],
+        stamps: list[list[Stamp]],
+        folder: Path,
+        say: Say,
+    ) -> None:
+        self.plan, self.stamps, self.folder, self.say = plan, stamps, folder, say
+        self.partial = partial_folder(folder.parent, key_of(made_from))
+        self.journal = Journal(self.partial / PROGRESS_FILE, len(plan.sources))
+        if self.journal.path.is_file():
+            self.journal.read()
+            if self.journal.shards:
+                say(f"continuing after {len(self.journal.shards)} finished shards")
+        else:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir(parents=True)
+            replace_file(self.partial / SOURCE_FILE, json_bytes(made_from))
+            self.journal.path.touch()
+        self.tokenizer = self._saved_tokenizer()
+        self.dtype = "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
 
-def _bar(plan: Plan, name: str, progress: bool) -> Any:
-    from tqdm import tqdm
+    def run(self, progress: bool, shard_bytes: int) -> Meta:
+        """Build the folder. progress: show a bar; shard_bytes: of text per shard."""
+        from tqdm import tqdm
 
-    total = sum(source.size for source in plan.sources) or None
-    return tqdm(
-        total=total, unit="B", unit_scale=True, desc=name, disable=None if progress else True
-    )
+        sources = self.plan.sources
+        with tqdm(
+            total=sum(source.size for source in sources) or None,
+            unit="B",
+            unit_scale=True,
+            desc=self.folder.name,
+            disable=None if progress else True,  # None: unless stderr is a terminal
+        ) as bar:
+            for number, source in enumerate(sources):
+                if self.journal.complete[number]:
+                    bar.update(source.size)
+                    continue
+                read = Read(_end_texts(self.tokenizer))
+                self._write_shards(number, self._encoded(number, bar, read), shard_bytes)
+                for line in read.lines(self.plan.config.separator):
+                    self.say(f"{source.spec}: {line}")
+            if bar.total:
+                bar.update(bar.total - bar.n)
+        return self._finish()
 
+    def _saved_tokenizer(self) -> Tokenizer:
+        """Load the tokenizer of this build, which is made once and saved in its folder."""
+        path = self.partial / "tokenizer"
+        if not path.is_dir():
+            tokenizer = self.plan.tokenizer or make_tokenizer(self.plan, self.say)
+            for number in range(len(self.plan.sources)):
+                self._check_unchanged(number)
+            tokenizer.save(self.partial / "tokenizer.tmp")
+            os.rename(self.partial / "tokenizer.tmp", path)
+        return load_tokenizer(path)
 
-def _encoded(
-    plan: Plan,
-    number: int,
-    tokenizer: Tokenizer,
-    dtype: str,
-    folder: Path,
-    skip: int,
-    bar: Any,
-    read: Read,
-) -> Iterator[Encoded]:
-    """The ids of one source, task by task, without the first `skip` tasks."""
-    source, split = plan.sources[number], plan.splits[number]
-    if source.holds_ids:
-        ids = encoded_ids(source, split, tokenizer, dtype, plan.config.ids)
-        results: Iterator[Encoded] = islice(ids, skip, None)
-    else:
-        tasks = grouped(split.parts(plan.pieces(source, read)))
-        for _ in range(skip):
-            bar.update(sum(part.read for part in next(tasks)))
-        encode = bind(encode_task, folder / "tokenizer", dtype)
-        results = in_order(encode, tasks, n_workers(plan.config.workers, source.size))
-    for result in results:
-        bar.update(result.read if source.files else result.bytes)
-        yield result
-
-
-def _write_shards(
-    folder: Path,
-    number: int,
-    results: Iterator[Encoded],
-    done: Progress,
-    check: Callable[[], None],
-    dtype: str,
-    shard_bytes: int,
-) -> None:
-    """Write one source's ids; a shard of each split is finished with every shard_bytes of text.
-
-    check: raises if the source has changed. It is called before shards are noted, so that those
-    noted hold the content that the folder is named after, whatever happens next.
-    """
-    writers: dict[str, ShardWriter] = {}
-    tasks = done.tasks[number]
-    try:
+    def _encoded(self, number: int, bar: Any, read: Read) -> Iterator[Encoded]:
+        """Yield the ids of one source, task by task, except for the tasks that are done."""
+        plan, skip = self.plan, self.journal.tasks[number]
+        source, split = plan.sources[number], plan.splits[number]
+        if source.holds_ids:
+            ids = encoded_ids(source, split, self.tokenizer, self.dtype, plan.config.ids)
+            results: Iterator[Encoded] = islice(ids, skip, None)
+        else:
+            tasks = grouped(split.parts(plan.pieces(source, read)))
+            for _ in range(skip):
+                bar.update(sum(part.read for part in next(tasks)))
+            encode = bind(encode_task, self.partial / "tokenizer", self.dtype)
+            results = in_order(encode, tasks, n_workers(plan.config.workers, source.size))
         for result in results:
-            for split, some in result.splits.items():
-                if split not in writers:
-                    writers[split] = ShardWriter(folder, split, number, tasks, dtype)
-                writers[split].append(some.ids, some.starts, some.bytes, some.documents)
-                writers[split].lost += some.lost
-                writers[split].spelled += some.spelled
-            tasks += 1
-            # Ids that stand for no text count as a byte each.
-            if sum(w.bytes or w.tokens for w in writers.values()) >= shard_bytes:
-                check()
-                done.add(number, tasks, False, _closed(writers))
-        check()
-        done.add(number, tasks, True, _closed(writers))
-    finally:
-        for writer in writers.values():
-            writer.abandon()
+            bar.update(result.read if source.files else result.bytes)
+            yield result
+
+    def _write_shards(self, number: int, results: Iterator[Encoded], shard_bytes: int) -> None:
+        """Write the ids of one source, with one shard per split for every shard_bytes of text."""
+        writers: dict[str, ShardWriter] = {}
+        tasks = self.journal.tasks[number]
+
+        def finish(complete: bool) -> None:
+            # First, so that the journal lists no shard of other content than the folder is named
+            # for, whatever happens next.
+            self._check_unchanged(number)
+            shards = [writers.pop(split).close() for split in sorted(writers)]
+            shards = [shard for shard in shards if shard is not None]
+            self.journal.add(number, tasks, complete, shards)
+
+        try:
+            for result in results:
+                for split, some in result.splits.items():
+                    if split not in writers:
+                        writers[split] = ShardWriter(self.partial, split, number, tasks, self.dtype)
+                    writers[split].append(some.ids, some.starts, **some.counts)
+                tasks += 1
+                # Ids that stand for no text count as one byte each.
+                if sum(w.counts["bytes"] or w.tokens for w in writers.values()) >= shard_bytes:
+                    finish(complete=False)
+            finish(complete=True)
+        finally:
+            for writer in writers.values():
+                writer.abandon()
+
+    def _check_unchanged(self, number: int) -> None:
+        if not looks_unchanged(self.plan.sources[number], self.stamps[number]):
+            raise self._changed()
+
+    def _changed(self) -> ConfigError:
+        source = self.plan.config.source
+        return ConfigError(f"data.source={source} changed while it was read: run the command again")
+
+    def _finish(self) -> Meta:
+        """Write meta.json and give the folder its name."""
+        plan, shards = self.plan, self.journal.shards
+        meta = Meta(
+            source=plan.config.source,
+            tokenizer=self.tokenizer.name,
+            vocab_size=self.tokenizer.vocab_size,
+            dtype=self.dtype,
+            fingerprint=fingerprint(read_tokenizer(self.partial), self.dtype, plan.weights, shards),
+            splits=[split.mode for split in plan.splits],
+            weights=plan.weights,
+            shards=shards,
+        )
+        self._check_splits(meta)
+        if self.stamps != [stamps_of(source) for source in plan.sources]:
+            shutil.rmtree(self.partial)  # it may mix the old content with the new
+            raise self._changed()
+        if self.folder.exists():
+            raise ConfigError(
+                f"{self.folder} is in the way; it has no {META_FILE}, so it is not prepared data: "
+                "move or delete it"
+            )
+        write_meta(self.partial, meta)
+        os.rename(self.partial, self.folder)
+        sync_folder(self.folder.parent)
+        (self.folder / PROGRESS_FILE).unlink(missing_ok=True)  # last: needed to continue until here
+        return meta
+
+    def _check_splits(self, meta: Meta) -> None:
+        """Raise ConfigError if a split is empty, and leave nothing behind."""
+        needed = {"none": ["train"], "rest": ["train"], "only": ["val"]}
+        config = self.plan.config
+        for number, source in enumerate(self.plan.sources):
+            for split in needed.get(meta.splits[number], SPLITS):
+                if not meta.of(split, number):
+                    shutil.rmtree(self.partial)
+                    mode = meta.splits[number]
+                    other = "" if mode == "tail" else "--split=tail, "
+                    raise ConfigError(
+                        f"data.source={source.spec}: the {split} split is empty "
+                        f"(data.split={mode}, data.val_fraction={config.val_fraction}): "
+                        f"use more text, {other}or another --val_fraction"
+                    )
 
 
-def _check_unchanged(plan: Plan, number: int, stamps: list[Stamp]) -> None:
-    if not looks_unchanged(plan.sources[number], stamps):
-        raise _changed(plan)
-
-
-def _changed(plan: Plan) -> ConfigError:
-    return ConfigError(f"data.source={plan.config.source} changed meanwhile: run this again")
-
-
-def _closed(writers: dict[str, ShardWriter]) -> list[Shard]:
-    """The finished shards of all splits; none are open afterwards."""
-    shards = [writers.pop(split).close() for split in sorted(writers)]
-    return [shard for shard in shards if shard is not None]
-
-
-def _check_splits(plan: Plan, meta: Meta, partial: Path) -> None:
-    """Refuse a split that nothing fell into, and leave nothing behind."""
-    for number, source in enumerate(plan.sources):
-        mode = plan.splits[number].mode
-        for split in {"none": ["train"], "rest": ["train"], "only": ["val"]}.get(mode, SPLITS):
-            if not meta.of(split, number):
-                other = "" if mode == "tail" else "--split=tail, "
-                shutil.rmtree(partial)
-                raise ConfigError(
-                    f"data.source={source.spec}: the {split} split is empty "
-                    f"(data.split={mode}, data.val_fraction="
-                    f"{plan.config.val_fraction}): use more text, {other}or another "
-                    "--val_fraction"
-                )
-
-
-def _put(partial: Path, folder: Path) -> None:
-    """Give a complete folder its name, surely on disk. What has this name already stays."""
-    if folder.exists():
-        raise ConfigError(f"{folder} is in the way, and holds no {META_FILE}: move or delete it")
-    os.rename(partial, folder)
-    sync_folder(folder.parent)
-
-
-# The tokenizer
-
-
-def _ends(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """How an end-of-text is spelled: as most do, and as this tokenizer does."""
+def _end_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Spellings of an end-of-text: the usual one and this tokenizer's own."""
     own = [text for text, token in tokenizer.special.items() if token == tokenizer.eot]
     return tuple(dict.fromkeys([END_OF_TEXT, *own]))
-
-
-def _kept_tokenizer(plan: Plan, stamps: list[list[Stamp]], folder: Path, say: Say) -> Tokenizer:
-    """The tokenizer of a build: made once, kept in the folder."""
-    path = folder / "tokenizer"
-    if not path.is_dir():
-        tokenizer = plan.tokenizer or make_tokenizer(plan, say)
-        for number in range(len(plan.sources)):
-            _check_unchanged(plan, number, stamps[number])
-        temporary = folder / "tokenizer.tmp"
-        tokenizer.save(temporary)
-        os.rename(temporary, path)
-    return load_tokenizer(path)

@@ -1,4 +1,4 @@
-"""Text to ids on all cores, in order: the same ids for any number of processes."""
+"""Turn text into ids on all cores, in order, and read files of ids that others made."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ from data.readers import is_compressed
 from data.sources import Part, Source, Split
 from data.tokenizer import Tokenizer, load_tokenizer, lost_bytes
 
-TASK_CHARACTERS = 1 << 19  # text that travels to a process at a time
-WAITING = 3  # tasks per process that are in memory
+TASK_CHARACTERS = 1 << 19  # of text per task
+TASKS_AHEAD = 3  # tasks per process that are in memory
+FEW_BYTES = 32 << 20  # encoded in seconds by one process, before others would have started
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-@dataclass
-class Ids:
-    """Ids of one split out of one task."""
+class Ids(NamedTuple):
+    """The ids of one split in one task."""
 
-    ids: np.ndarray  # (n,) in the shards' dtype
+    ids: np.ndarray  # (n,), in the dtype of the shards
     starts: np.ndarray  # where in them documents start
-    bytes: int  # of the text that they stand for
-    documents: int  # that end in them
-    lost: int = 0  # of the bytes, those that the ids do not bring back
-    spelled: int = 0  # bytes that the ids bring back, where that was measured
+    counts: dict[str, int]  # documents, bytes, lost and spelled, as in Shard
 
 
 @dataclass
 class Encoded:
-    """What one task gave: ids of each split, and how many bytes of files it took."""
+    """The result of one task: the ids of each split, and the number of bytes read from files."""
 
     splits: dict[str, Ids] = field(default_factory=dict)
     read: int = 0
 
     @property
     def bytes(self) -> int:
-        return sum(ids.bytes for ids in self.splits.values())
+        """Bytes of text."""
+        return sum(ids.counts["bytes"] for ids in self.splits.values())
+
+
+# Text to ids
 
 
 def grouped(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Tasks: parts in order, together at least TASK_CHARACTERS."""
+    """Group parts into tasks of at least TASK_CHARACTERS, in order."""
     task, size = [], 0
     for part in parts:
         task.append(part)
@@ -68,23 +69,30 @@ def grouped(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def encode_task(folder: Path, dtype: str, task: list[Part]) -> Encoded:
-    """Ids of one task, by split."""
-    found = Encoded(read=sum(part.read for part in task))
+    """Encode one task with the tokenizer saved in `folder`."""
     tokenizer = _tokenizer(folder, folder.stat().st_mtime_ns)
-    for split in sorted({part.split for part in task}):
-        parts = [part for part in task if part.split == split]
-        found.splits[split] = _encode_parts(tokenizer, dtype, parts)
-    return found
+    splits = {
+        split: _encode_parts(tokenizer, dtype, [part for part in task if part.split == split])
+        for split in sorted({part.split for part in task})
+    }
+    return Encoded(splits, sum(part.read for part in task))
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(folder: Path, changed: int) -> Tokenizer:
+    """Load the tokenizer once per process and per version of its folder."""
+    return load_tokenizer(folder)
 
 
 def _encode_parts(tokenizer: Tokenizer, dtype: str, parts: list[Part]) -> Ids:
-    """Ids of text of one split: each document's start, its text and an end-of-text."""
+    """Encode text of one split: each document is its opening ids, its text and an end-of-text."""
     ids, starts, position = [], [], 0
     bos = np.array(tokenizer.between, dtype=dtype)
     for part in parts:
         some = tokenizer.encode_array(part.text).astype(dtype)
         if part.first:
-            # Windows cut at starts begin with the token before: the bos, as when sampling.
+            # The first window of a document begins one token before it: with the bos, as in
+            # sampling.
             starts.append(position + min(1, len(bos)))
             some = np.concatenate((bos, some))
         if part.last and tokenizer.eot is not None:
@@ -96,26 +104,19 @@ def _encode_parts(tokenizer: Tokenizer, dtype: str, parts: list[Part]) -> Ids:
         spelled = tokenizer.decode_bytes(whole.tolist())
         text = "".join(part.text for part in parts)
         lost = lost_bytes(text, spelled.decode("utf-8", errors="replace"))
-    return Ids(
-        ids=whole,
-        starts=np.array(starts, dtype=np.int64),
-        bytes=sum(len(part.text.encode("utf-8")) for part in parts) * tokenizer.spells,
-        documents=sum(part.last for part in parts),
-        lost=lost,
-        spelled=len(spelled),
-    )
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(folder: Path, made: int) -> Tokenizer:
-    """The tokenizer that the folder has held since `made`; another may have been there before."""
-    return load_tokenizer(folder)
+    counts = {
+        "bytes": sum(len(part.text.encode("utf-8")) for part in parts) * tokenizer.spells,
+        "documents": sum(part.last for part in parts),
+        "lost": lost,
+        "spelled": len(spelled),
+    }
+    return Ids(whole, np.array(starts, dtype=np.int64), counts)
 
 
 def in_order(
     function: Callable[[Item], Result], items: Iterable[Item], workers: int
 ) -> Iterator[Result]:
-    """`map` on that many processes (in this one for 0 or 1), reading ahead only a little.
+    """`map` on that many processes (0 or 1: in this one), reading only a little ahead.
 
     Raises ConfigError if a process dies.
     """
@@ -127,35 +128,35 @@ def in_order(
     try:
         for item in items:
             waiting.append(pool.submit(function, item))
-            if len(waiting) >= WAITING * workers:
+            if len(waiting) >= TASKS_AHEAD * workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise ConfigError(
-            f"data.workers={workers}: a process that prepares the data died, for lack of memory "
-            "perhaps: use fewer --workers; the same command continues"
+            f"data.workers={workers}: a process that prepares the data died, perhaps for lack of "
+            "memory: use fewer --workers; the same command continues where this one stopped"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _pool(workers: int) -> ProcessPoolExecutor | None:
-    """That many processes; None, said, where there is no shared memory for their semaphores."""
+    """Start the processes; None, with a note, if there is no shared memory for semaphores."""
     # spawn: forking a process that has threads (torch, tokenizers) can hang it.
     context = multiprocessing.get_context("spawn")
     try:
         return ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent)
     except (OSError, ImportError, NotImplementedError) as error:
         print(
-            f"note: data.workers={workers}: processes cannot share memory here, /dev/shm perhaps "
-            f"({error}); preparing in one process"
+            f"note: data.workers={workers}: no shared memory here, perhaps no /dev/shm ({error}); "
+            "preparing in one process"
         )
         return None
 
 
 def _follow_parent() -> None:
-    """In a worker: leave Ctrl-C to the parent, and end when the parent is killed."""
+    """In a worker: leave Ctrl-C to the parent, and exit when the parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -167,27 +168,25 @@ def _follow_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def n_workers(asked: int | None, size: int) -> int:
-    """How many processes prepare `size` bytes: all cores, but none for what takes seconds."""
-    if asked is not None:
-        return asked
-    if 0 < size < 32 << 20:
-        return 0
-    return usable_cores()
+def n_workers(workers: int | None, size: int) -> int:
+    """Return the number of processes for `size` bytes (0: unknown): all cores unless given."""
+    if workers is not None:
+        return workers
+    return 0 if 0 < size < FEW_BYTES else usable_cores()
 
 
-# Files of ids that others wrote: nanoGPT's .bin (no header), llm.c's (1 KiB of header), .npy.
+# Files of ids from elsewhere: nanoGPT's .bin (no header), llm.c's .bin (a header of 1 KiB), .npy
 
 HEADER_BYTES = 1024
 LLM_C_MAGIC = {20240520: "<u2", 20240801: "<u4"}
 CHUNK_IDS = 1 << 20
-SAMPLE_IDS = 1 << 18  # that are looked at to see whether the width is right
-FEWEST_IDS = 32  # that tell anything
+SAMPLE_IDS = 1 << 18  # looked at to see whether the assumed width is right
+FEWEST_IDS = 32  # fewer tell nothing
 WIDTHS = "--ids=u1, u2, u4 or u8"
 
 
 class IdsFile(NamedTuple):
-    """One .bin file: where its ids start, how many they are, and of which dtype."""
+    """A file of ids: where they start, their dtype and their number."""
 
     path: Path
     offset: int
@@ -195,52 +194,52 @@ class IdsFile(NamedTuple):
     n_ids: int
 
 
-def look_at(path: Path, vocab_size: int, width: str = "auto") -> IdsFile:
-    """What a file of ids holds. Raises ConfigError if it is cut short, or if in doubt.
+def _find_ids(path: Path, vocab_size: int, width: str = "auto") -> IdsFile:
+    """Find the ids in a file. Raises ConfigError if it is cut short or its width is in doubt.
 
-    Without llm.c's or numpy's header the ids are of `width` (u1, u2, u4 or u8); auto: uint16, as
-    nanoGPT writes them, unless the vocabulary needs uint32.
+    Without a header (llm.c's or numpy's) the ids have `width` (u1, u2, u4 or u8); auto: uint16, as
+    nanoGPT writes them, or uint32 if the vocabulary needs it.
     """
     if is_compressed(path):
-        raise ConfigError(f"{path}: ids are read in place, and this is compressed: unpack it first")
-    size = path.stat().st_size
+        raise ConfigError(f"{path}: files of ids cannot be compressed: unpack it first")
     if path.suffix.lower() == ".npy":
         return _numpy_file(path)
+    size = path.stat().st_size
     with path.open("rb") as stream:
         header = np.frombuffer(stream.read(12).ljust(12, b"\0"), dtype="<i4").tolist()
     if size >= HEADER_BYTES and header[0] in LLM_C_MAGIC:
-        dtype, count, offset = LLM_C_MAGIC[header[0]], header[2], HEADER_BYTES
-        if size != offset + count * np.dtype(dtype).itemsize:
+        dtype, count = LLM_C_MAGIC[header[0]], header[2]
+        if size != HEADER_BYTES + count * np.dtype(dtype).itemsize:
             raise ConfigError(f"{path}: its header promises {count} ids, but it has {size} bytes")
-        return IdsFile(path, offset, dtype, count)
-    dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
-    dtype = dtype if width == "auto" else f"<{width}"
-    if size % np.dtype(dtype).itemsize:
+        return IdsFile(path, HEADER_BYTES, dtype, count)
+    auto = "<u2" if vocab_size <= 1 << 16 else "<u4"
+    dtype = np.dtype(auto if width == "auto" else f"<{width}")
+    if size % dtype.itemsize:
         raise ConfigError(
-            f"{path}: {size} bytes are no whole number of {dtype[1:]} ids; another width: {WIDTHS}"
+            f"{path}: file size {size} is not a multiple of {dtype.itemsize} ({dtype} ids); give "
+            f"the width of its ids: {WIDTHS}"
         )
-    file = IdsFile(path, 0, dtype, size // np.dtype(dtype).itemsize)
+    file = IdsFile(path, 0, dtype.str, size // dtype.itemsize)
     if width == "auto":
         _check_width(file)
     return file
 
 
 def _numpy_file(path: Path) -> IdsFile:
-    """What an .npy file holds, by its header."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "iu":
         shape = f"{array.dtype} of shape {array.shape}"
-        raise ConfigError(f"{path}: holds {shape}, not a row of whole numbers")
+        raise ConfigError(f"{path}: holds {shape}, not a one-dimensional array of integers")
     return IdsFile(path, array.offset, array.dtype.str, len(array))
 
 
 def _check_width(file: IdsFile) -> None:
-    """Raise ConfigError where the bytes do not look like ids of the width that was assumed.
+    """Raise ConfigError if the bytes do not look like ids of the assumed width.
 
-    Of ids that are wider every second one, read like this, is nearly always 0.
+    If the ids are in fact twice as wide, every second number read is nearly always 0.
     """
     ids = np.fromfile(file.path, file.dtype, SAMPLE_IDS)
     if len(ids) < FEWEST_IDS:
@@ -248,32 +247,33 @@ def _check_width(file: IdsFile) -> None:
     zeros = max(float((ids[first::2] == 0).mean()) for first in (0, 1))
     if zeros > 0.5:
         raise ConfigError(
-            f"{file.path}: read as {file.dtype[1:]}, {zeros:.0%} of every second id is 0; say how "
-            f"wide its ids are: {WIDTHS}"
+            f"{file.path}: read as {ids.dtype}, {zeros:.0%} of every second id is 0; give the "
+            f"width of its ids: {WIDTHS}"
         )
     raw = np.frombuffer(ids.tobytes(), dtype=np.uint8)
     printable = ((raw >= 32) & (raw < 127)) | ((raw >= 9) & (raw <= 13))
     if printable.all():
         raise ConfigError(
             f"{file.path}: looks like text, not like ids; rename it .txt to read it as text, or "
-            f"say how wide its ids are: {WIDTHS}"
+            f"give the width of its ids: {WIDTHS}"
         )
 
 
 def encoded_ids(
     source: Source, split: Split, tokenizer: Tokenizer, dtype: str, width: str
 ) -> Iterator[Encoded]:
-    """The ids of a source's files, split by the files' names or else by the tail."""
+    """Yield the ids of a source's files, split by the names of the files or else by the tail."""
     paths = [p for p in source.files if split.mode != "rest" or p not in source.val_files]
-    files = [look_at(path, tokenizer.vocab_size, width) for path in paths]
+    files = [_find_ids(path, tokenizer.vocab_size, width) for path in paths]
     total = sum(file.n_ids for file in files)
     left = int(total * (1 - split.val_fraction))  # all or none of them for "none" and "only"
-    begun: set[str] = set()
+    begun: set[str] = set()  # splits that have a document start already
     for file in files:
         read = file.offset
         if split.mode == "files":
             left = 0 if file.path in source.val_files else file.n_ids
-        begun = begun if tokenizer.eot is not None else set()  # then each file is a document
+        if tokenizer.eot is None:  # then each file is one document
+            begun = set()
         rest = file.n_ids
         for ids in _chunks(file, tokenizer.vocab_size):
             found = {"train": ids[:left], "val": ids[left:]}
@@ -285,28 +285,17 @@ def encoded_ids(
                     done.splits[name] = _described(some, tokenizer, dtype, name not in begun)
                     begun.add(name)
             if rest == 0 and tokenizer.eot is None:
-                done.splits["val" if len(found["val"]) else "train"].documents = 1
+                done.splits["val" if len(found["val"]) else "train"].counts["documents"] = 1
             yield done
             read = 0
 
 
-def source_ids(source: Source, tokenizer: Tokenizer, width: str) -> tuple[list[int], list[int]]:
-    """(all ids of a source's files; at which of them documents start)."""
-    ids: list[int] = []
-    starts: list[int] = []
-    for done in encoded_ids(source, Split("none", 0), tokenizer, "uint32", width):
-        for some in done.splits.values():
-            starts += (some.starts + len(ids)).tolist()
-            ids += some.ids.tolist()
-    return ids, [start for start in starts if start < len(ids)]
-
-
 def _chunks(file: IdsFile, vocab_size: int) -> Iterator[np.ndarray]:
-    """The ids, some at a time. Raises ConfigError for one that the vocabulary does not have."""
+    """Yield the ids in chunks. Raises ConfigError for an id outside the vocabulary."""
     item = np.dtype(file.dtype).itemsize
     with file.path.open("rb") as stream:
+        stream.seek(file.offset)
         for start in range(0, file.n_ids, CHUNK_IDS):
-            stream.seek(file.offset + start * item)
             ids = np.frombuffer(stream.read(CHUNK_IDS * item), dtype=file.dtype)
             wrong = (ids >= vocab_size) | (ids < 0)
             if wrong.any():
@@ -314,14 +303,25 @@ def _chunks(file: IdsFile, vocab_size: int) -> Iterator[np.ndarray]:
                 raise ConfigError(
                     f"{file.path}: token {start + at} is id {ids[at]}, but the tokenizer has "
                     f"{vocab_size} ids: name the tokenizer that made the file with --tokenizer, or "
-                    f"how wide its ids are: {WIDTHS}"
+                    f"give the width of its ids: {WIDTHS}"
                 )
             yield ids
 
 
 def _described(ids: np.ndarray, tokenizer: Tokenizer, dtype: str, first: bool) -> Ids:
-    """Ids with their document starts: after each end-of-text, and at the very beginning."""
+    """Find document starts: after each end-of-text and, if this is the `first` chunk, at 0."""
     ends = np.flatnonzero(ids == (-1 if tokenizer.eot is None else tokenizer.eot))
     starts = np.concatenate([[0] if first else [], ends + 1]).astype(np.int64)
     n_bytes = int(tokenizer.byte_lengths()[ids].sum())
-    return Ids(ids.astype(dtype), starts, n_bytes, len(ends))
+    return Ids(ids.astype(dtype), starts, {"documents": len(ends), "bytes": n_bytes})
+
+
+def source_ids(source: Source, tokenizer: Tokenizer, width: str) -> tuple[list[int], list[int]]:
+    """(all ids of a source's files, positions at which documents start)."""
+    ids: list[int] = []
+    starts: list[int] = []
+    for done in encoded_ids(source, Split("none", 0), tokenizer, "uint32", width):
+        for some in done.splits.values():
+            starts += (some.starts + len(ids)).tolist()
+            ids += some.ids.tolist()
+    return ids, [start for start in starts if start < len(ids)]

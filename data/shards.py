@@ -57,7 +57,7 @@ class Windows:
     ) -> None:
         meta = read_meta(folder)
         self.context_length = context_length
-        self.weights = meta.weights
+        self.meta, self.weights = meta, meta.weights
         # Training draws from every source; a source without validation text is fine.
         validating = sorted({shard.source for shard in meta.of(split)}) or [0]
         sources = range(len(meta.weights)) if split == "train" else validating

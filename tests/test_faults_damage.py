@@ -14,7 +14,7 @@ import torch
 from faultlib import train, verified
 
 from cli.command import exit_code_of
-from data.meta import DamagedData, check_tokenizer, read_meta
+from data.meta import DamagedData, check_tokenizer, read_meta, read_tokenizer
 from data.prepared import read_made_from
 from data.shards import Windows
 from data.tokenizer import load_tokenizer
@@ -143,7 +143,7 @@ def everything(folder: Path) -> tuple:
     """As a training reads it. source.json only tells what it was made from."""
     read_made_from(folder)
     meta = read_meta(folder)
-    check_tokenizer(folder, meta)
+    check_tokenizer(folder, meta, read_tokenizer(folder))
     tokenizer = load_tokenizer(folder / "tokenizer")
     windows = [Windows(folder, split, 16) for split in ("train", "val")]
     ids = [np.concatenate([w[i] for i in range(len(w))]).tobytes() for w in windows]

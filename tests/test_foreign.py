@@ -831,7 +831,7 @@ def test_the_share_of_text_that_is_lost_is_measured_and_said(kind, tmp_path):
     assert sum(meta.bytes.values()) == len(MIXED.encode()) == 200 * 25
     assert sum(shard.lost for shard in meta.shards) == round(share * 200 * 25)
     assert meta.byte_scale("val") == pytest.approx(scale)
-    assert f"does not bring back {share:.2%} of the text" in said[-1]
+    assert f"loses {share:.2%} of the text" in said[-1]
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "merging"])
@@ -844,7 +844,7 @@ def test_a_text_that_comes_back_is_not_called_lost(kind, tmp_path):
     said = []
     config = DataConfig(str(tmp_path / "text.txt"), f"hf:{folder}", **options)
     meta = read_meta(prepare.prepare(config, say=said.append, progress=False))
-    assert meta.byte_scale("val") == 1 and "bring back" not in said[-1]
+    assert meta.byte_scale("val") == 1 and "loses" not in said[-1]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from data.config import DataConfig
 from data.meta import DamagedData, ShardWriter, read_meta, verify
 from data.prepare import main, prepare, prepared_folder, preview
 from data.shards import IGNORE_INDEX, Windows
-from data.sources import Part, open_source
+from data.sources import Part, open_sources
 from data.tokenizer import char_tokenizer, characters_of, load_tokenizer, ready_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -507,7 +507,7 @@ def test_a_killed_preparation_continues_after_its_last_finished_shard(
     monkeypatch.setattr(build, "make_tokenizer", lambda *_: pytest.fail("trained again"))
     rest = encode_until(monkeypatch, 10**6)
     assert content(prepared(config, shard_bytes=SHARD)) == content(folder)
-    plan = make_plan(config, [open_source(config.source)], [1.0])
+    plan = make_plan(config, open_sources(config))
     tasks = list(encode.grouped(plan.splits[0].parts(plan.pieces(plan.sources[0]))))
     assert rest == tasks[finished:]  # what was finished was not done again
     assert leftovers(tmp_path) == [folder.name]
@@ -556,7 +556,7 @@ def test_a_source_that_changes_meanwhile_is_refused(work, monkeypatch):
         return encode.encode_task(*arguments)
 
     monkeypatch.setattr(build, "encode_task", change)
-    assert "changed meanwhile" in refusal(options(work))
+    assert "changed while it was read" in refusal(options(work))
     monkeypatch.setattr(build, "encode_task", encode.encode_task)
     (work / "a.txt").write_text(TEXT)
     assert "".join(texts_of(prepared(options(work)))) == TEXT
@@ -574,7 +574,7 @@ def test_what_was_read_of_two_versions_is_not_continued(work, monkeypatch):
         return encode.encode_task(*arguments)
 
     monkeypatch.setattr(build, "encode_task", change)
-    assert "changed meanwhile" in refusal(options(work, texts))
+    assert "changed while it was read" in refusal(options(work, texts))
     monkeypatch.setattr(build, "encode_task", encode.encode_task)
     (texts / "b.txt").write_text(TEXT)
     assert "Lime" not in "".join(texts_of(prepared(options(work, texts))))
@@ -725,7 +725,7 @@ def test_a_journal_that_a_kill_has_torn_is_read_up_to_there(reference, tmp_path,
 
 def test_the_journal_is_appended_and_not_written_anew(reference, tmp_path, monkeypatch):
     config, folder = reference
-    written, add = [], build.Progress.add
+    written, add = [], build.Journal.add
 
     def adding(self, *arguments):
         before = self.path.read_bytes()
@@ -733,7 +733,7 @@ def test_the_journal_is_appended_and_not_written_anew(reference, tmp_path, monke
         assert self.path.read_bytes().startswith(before)
         written.append(self.path.stat().st_size - len(before))
 
-    monkeypatch.setattr(build.Progress, "add", adding)
+    monkeypatch.setattr(build.Journal, "add", adding)
     prepared(replace(config, prepared_dir=str(tmp_path)), shard_bytes=SHARD)
     assert len(written) > 3
     assert max(written) < 2000  # whatever came before
@@ -821,7 +821,7 @@ def test_verify_reads_every_byte(reference, tmp_path):
     copy = tmp_path / "copy"
     said = []
     verify(folder, said.append)
-    assert "shards are what was written" in said[0]
+    assert "shards verified" in said[0]
     for file in sorted(f.relative_to(folder) for f in folder.rglob("*") if f.is_file()):
         raw = bytearray((folder / file).read_bytes())
         if file.name == "source.json" or not raw:  # no document may start in a shard
@@ -839,7 +839,7 @@ def test_verify_does_not_trust_the_side_file(work):
     folder = prepared(options(work))
     ids = np.full(read_meta(folder).of("val")[0].tokens, 65)
     writer = ShardWriter(work, "val", 0, 0, "uint16")
-    writer.append(ids, np.array([0]), len(ids), 1)
+    writer.append(ids, np.array([0]), bytes=len(ids), documents=1)
     writer.close()
     (target,) = folder.glob("val*.bin")
     for suffix in (".bin", ".crc"):
@@ -863,12 +863,12 @@ def test_the_command_says_what_it_made_and_that_it_is_there(work):
         " 1 documents",
         f"{n_bytes:,} bytes",
         f"{tokens:,} tokens",
-        f"{n_bytes / tokens:.2f} bytes a token",
+        f"{n_bytes / tokens:.2f} bytes per token",
         f"train {meta.tokens['train']:,}",
         f"val {meta.tokens['val']:,}",
     ):
         assert part in closing
-    assert "is there" in second.stdout
+    assert "is up to date" in second.stdout
     assert run(config, "--verify").returncode == 0
     (next(prepared_folder(config).glob("val*.bin"))).write_bytes(b"")
     damaged = run(config, "--verify")
@@ -958,8 +958,8 @@ class Stdin(io.TextIOWrapper):
 def test_standard_input_is_a_text(work, monkeypatch):
     config = options(work, "-")
     for raw, terminal, told in (
-        (b"", False, "nothing came on standard input"),
-        (b"", True, "nothing came on standard input"),
+        (b"", False, "standard input is empty"),
+        (b"", True, "standard input is empty"),
         (b" \n", False, "holds no text"),
     ):
         monkeypatch.setattr("sys.stdin", Stdin(raw, terminal))
@@ -977,7 +977,7 @@ def test_standard_input_is_a_text(work, monkeypatch):
     assert other != folder
     assert ["".join(texts_of(f)) for f in (folder, other)] == [TEXT, TEXT + "more"]
     monkeypatch.setattr("sys.stdin", Stdin(b""))  # which of the two is meant cannot be known
-    assert "nothing came" in refusal(config)
+    assert "standard input is empty" in refusal(config)
 
 
 @pytest.mark.parametrize("action", ["dry_run", "verify"])
@@ -1019,8 +1019,8 @@ def test_text_that_changed_is_told_of_once(work, command):
         assert (code, err.count("error")) == (0, 0)
         outs.append(out.splitlines())
     assert [len(lines) for lines in outs] == [1, 1, 2]
-    assert " is there: 1 documents" in outs[1][0]
-    assert "a.txt has changed since it was prepared: preparing it anew" in outs[2][0]
+    assert " is up to date: 1 documents" in outs[1][0]
+    assert "a.txt has changed since it was prepared: preparing it again" in outs[2][0]
     assert outs[2][1].startswith("prepared ")
 
 
@@ -1157,7 +1157,7 @@ def test_a_validation_source_validates_and_nothing_else_does(work, fraction):
     assert texts_of(folder) == (TEXT, "validation only\n" * 50)
     meta = read_meta(folder)
     assert (meta.weights, meta.splits) == ([1.0], ["rest", "only"])
-    assert any("validates" in line and "val_fraction decide nothing" in line for line in said)
+    assert any("is the validation text" in line and "val_fraction" in line for line in said)
     assert len(Windows(folder, "train", 32).parts) == len(Windows(folder, "val", 32).parts) == 1
     assert prepared_folder(config) != prepared_folder(replace(config, val_source=""))
     verify(folder, lambda _: None)
@@ -1308,7 +1308,7 @@ def test_compressed_ids_and_arrays_of_other_shapes_are_refused(work):
     assert "unpack it first" in refusal(options(work, work / "t.bin.gz"))
     for name, array in {"f.npy": np.ones(9), "m.npy": np.ones((3, 3), int)}.items():
         np.save(work / name, array)
-        assert "not a row of whole numbers" in refusal(options(work, work / name))
+        assert "not a one-dimensional array of integers" in refusal(options(work, work / name))
     np.save(work / "n.npy", np.array([5, -1, 7]))
     assert "token 1 is id -1" in refusal(options(work, work / "n.npy"))
     (work / "p.npy").write_bytes(b"nothing")
@@ -1346,7 +1346,7 @@ def test_bin_files_that_cannot_be_right_are_refused_by_name(work):
     llm_c(path, some_ids(), "<u2", count=5001)
     assert "header promises 5001 ids" in refusal(options(work, path))
     path.write_bytes(b"\0" * 1001)
-    assert "1001 bytes" in refusal(options(work, path))
+    assert "file size 1001" in refusal(options(work, path))
     for wrong in ({"tokenizer": "char"}, {"tokenizer": "bpe:300"}, {"split": "document"}):
         assert "holds ids, not text" in refusal(options(work, path, **wrong))
     assert "mixes files of ids" in refusal(options(work, work / "*"))

@@ -150,13 +150,13 @@ def test_two_pipes_do_not_share_a_folder_and_a_resume_needs_none(
         pipe(content)
         capsys.readouterr()
         assert train_tiny(tmp_path / run, **more) == 0
-        assert ("nothing came" in capsys.readouterr().out) == (content == "")
+        assert ("standard input is empty" in capsys.readouterr().out) == (content == "")
     assert ends_equal(tmp_path / "a", tmp_path / "alone")
     pipe(NEW)
     with pytest.raises(ConfigError, match="not what the run was trained on"):
         train_tiny(tmp_path / "a", **{**options, "max_steps": 16})
     pipe("")
-    with pytest.raises(ConfigError, match="nothing came on standard input"):
+    with pytest.raises(ConfigError, match="standard input is empty"):
         train_tiny(tmp_path / "new", **options)
 
 
@@ -220,8 +220,8 @@ def test_the_same_content_elsewhere_goes_on(
         text.unlink()
     capsys.readouterr()
     assert train_tiny(tmp_path / "a", **after, max_steps=8) == 0
-    said = "no such file" if how == "gone" else "holds what"
-    assert any(said in line and "going on" in line for line in capsys.readouterr().out.splitlines())
+    said = "no such file" if how == "gone" else "same content"
+    assert any(said in line and "resuming" in line for line in capsys.readouterr().out.splitlines())
     assert (len(list((tmp_path / "prepared").glob("[!.]*")))) == 1
 
 

@@ -43,7 +43,7 @@ def make(
             for number, ids in enumerate(parts):
                 writer = ShardWriter(folder, split, source, number, dtype)
                 begin = starts[split][number] if starts else np.array([0] * (number == 0), int)
-                writer.append(ids, begin, len(ids), 0)
+                writer.append(ids, begin, bytes=len(ids))
                 written.append(writer.close())
     weights = weights or [1 / len(sources)] * len(sources)
     modes = ["tail"] * len(sources)
@@ -88,7 +88,7 @@ def test_shards_written_in_pieces_or_at_once_are_identical(tmp_path):
     for number, parts in enumerate(([ids], np.split(ids, cuts))):
         writer = ShardWriter(tmp_path, "train", 0, number, "uint16")
         for part in parts:
-            writer.append(part, none, 0, 0)
+            writer.append(part, none)
         writer.close()
     files = [tmp_path / f"train-00-{n:06d}" for n in (0, 1)]
     for suffix in (".bin", ".crc"):
@@ -445,7 +445,7 @@ def test_reading_a_gigabyte_is_fast_and_takes_no_memory(tmp_path):
     writer = ShardWriter(tmp_path, "train", 0, 0, "uint16")
     chunk = random_ids(1 << 22, 50_000)
     for _ in range(128):
-        writer.append(chunk, np.array([], dtype=np.int64), 0, 0)
+        writer.append(chunk, np.array([], dtype=np.int64))
     meta = Meta("x", "t", 50_000, "uint16", "f", ["tail"], [1.0], [writer.close()])
     write_meta(tmp_path, meta)
     windows = Windows(tmp_path, "train", 1024)
