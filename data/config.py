@@ -1,9 +1,8 @@
-"""The options of the data, as plain values: no torch, so that reading a config never imports it."""
+"""Options of the data. No torch and no numpy here, so that reading a config is fast."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -17,9 +16,8 @@ TIKTOKEN_SIZES = {
     "o200k_base": 200019,
     "o200k_harmony": 201088,
 }
-SMALLEST_BPE = 257  # every byte and the end-of-text
-LARGEST_BPE = 1_000_000
-MOST_IDS = 1_000_000
+# N in bpe:N and ids:N; the smallest BPE has every byte and the end-of-text.
+SIZES = {"bpe": range(257, 1_000_001), "ids": range(1, 1_000_001)}
 
 
 @dataclass(frozen=True)
@@ -43,55 +41,56 @@ class DataConfig:
         "validation text: files named for it (auto), the tail, or whole documents by hash",
         "fixed",
     ] = "auto"
-    val_fraction: Annotated[float, "share of the text that validates; 0: none", "fixed"] = 0.05
+    val_fraction: Annotated[
+        float, "fraction of the text held out for validation; 0: none", "fixed"
+    ] = 0.05
     val_source: Annotated[
-        str, "text that validates, named as source is; instead of a share of the source", "content"
+        str, "validation text, named like source; replaces val_fraction", "content"
     ] = ""
     text_field: Annotated[
         str, "field or column that holds the text (JSON, .csv, .parquet, .arrow, hub)", "fixed"
     ] = "text"
-    separator: Annotated[
-        str, "text that stands between the documents of a plain text file", "fixed"
-    ] = ""
+    separator: Annotated[str, "text between the documents of a plain text file", "fixed"] = ""
     errors: Annotated[
-        Literal["strict", "replace"], "what to do with bytes that are no UTF-8", "fixed"
+        Literal["strict", "replace"], "invalid UTF-8: fail, or replace it with U+FFFD", "fixed"
     ] = "strict"
     ids: Annotated[
         Literal["auto", "u1", "u2", "u4", "u8"],
-        "width of the ids in a .bin file without a header",
+        "integer type of the ids in a .bin file without a header",
         "fixed",
     ] = "auto"
     windows: Annotated[
         Literal["packed", "document"],
-        "windows on a regular grid, or cut at document starts",
+        "cut training sequences on a regular grid, or at document starts",
         "fixed",
     ] = "packed"
     document_mask: Annotated[
-        bool, "a token sees its own document alone; document windows then share rows", "fixed"
+        bool, "attend only within a document; document windows then share rows", "fixed"
     ] = False
-    global_batch: Annotated[int, "windows a step, over all ranks", "fixed"] = 32
+    global_batch: Annotated[
+        int, "batch size: sequences per optimizer step, over all ranks", "fixed"
+    ] = 32
     micro_batch: Annotated[
         int | None | Literal["auto"],
-        "windows a forward on one rank; auto: what fits; the whole share unless given",
+        "sequences per forward pass on one rank; auto: largest that fits; default: the rank's "
+        "whole share",
         "must",
     ] = None
     workers: Annotated[
-        int | None, "processes that prepare the data; all cores unless given", "free"
+        int | None, "processes that prepare the data; default: one per core", "free"
     ] = None
-    prepared_dir: Annotated[
-        str, "where prepared data is kept; data/prepared unless given", "free"
-    ] = ""
+    prepared_dir: Annotated[str, "folder for prepared data; default: data/prepared", "free"] = ""
 
     def problems(self) -> list[str]:
-        """What is wrong, in plain words; an empty list if nothing is."""
+        """Return all mistakes, in plain words."""
         found = []
         if not self.source.strip():
             found.append("data.source is empty: name a file, a folder, or stdlib")
         found += tokenizer_problems(self.tokenizer)
         if not 0 <= self.val_fraction < 1:
             found.append(
-                f"data.val_fraction={self.val_fraction}: must lie between 0 and 1, or be 0 for no "
-                "validation"
+                f"data.val_fraction={self.val_fraction}: must be at least 0 (no validation) and "
+                "less than 1"
             )
         if not self.text_field:
             found.append('data.text_field is empty: name the field, such as "text"')
@@ -111,23 +110,17 @@ class DataConfig:
 
 
 def tokenizer_problems(name: str) -> list[str]:
-    """What is wrong with a tokenizer's name."""
-    if name in ("char", "byte", *TIKTOKEN_SIZES):
+    """Return the mistake in a tokenizer's name, if there is one."""
+    kind, _, rest = name.partition(":")
+    if name in ("char", "byte", *TIKTOKEN_SIZES) or (kind in ("hf", "run") and rest):
         return []
-    if re.fullmatch(r"(hf|run):.+", name):
-        return []
-    if name.startswith("ids"):
-        size = re.fullmatch(r"ids:(\d{1,9})", name)
-        if size and 1 <= int(size[1]) <= MOST_IDS:
-            return []
-        return [f"data.tokenizer={name}: ids:N needs the number N of ids, from 1 to {MOST_IDS}"]
-    if name.startswith("bpe"):
-        size = re.fullmatch(r"bpe:(\d+)", name)
-        if size and SMALLEST_BPE <= int(size[1]) <= LARGEST_BPE:
+    if kind in SIZES:
+        sizes = SIZES[kind]
+        if rest.isascii() and rest.isdigit() and len(rest) < 10 and int(rest) in sizes:
             return []
         return [
-            f"data.tokenizer={name}: bpe:N needs a vocabulary size N from {SMALLEST_BPE} to "
-            f"{LARGEST_BPE}, such as bpe:4096"
+            f"data.tokenizer={name}: {kind}:N needs a vocabulary size N from {sizes[0]} to "
+            f"{sizes[-1]}, such as {kind}:4096"
         ]
     known = ("char", "byte", "bpe:N", "ids:N", "hf:FOLDER", "run:RUN", *TIKTOKEN_SIZES)
     close = difflib.get_close_matches(name, known, n=1)

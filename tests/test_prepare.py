@@ -1090,7 +1090,7 @@ def test_what_the_files_became_is_told_by_kind(work):
         "2 documents from 1 .csv file (csv)",
         "1 document from 1 .json file (plain text: neither JSON lines nor",
         "1 document from 1 .jsonl file (JSON lines)",
-        "1 document from 1 .txt file (plain text; 1 of them begin as JSON lines do",
+        "1 document from 1 .txt file (plain text; 1 of them look like JSON lines",
         "1 document from 1 .md file (plain text)",
         "1 files of other kinds left out: 1 x .png",
         "about the data, left out: README.md",
@@ -1229,7 +1229,7 @@ def test_a_separator_makes_documents_of_a_text_file(work):
     assert sum(read_meta(folder).documents.values()) == 100
     assert read_meta(folder).splits == ["document"]
     nowhere = told(replace(config, separator="<eos>"))
-    assert any("<eos>" in line and "nowhere" in line for line in nowhere)
+    assert any("<eos>" in line and "splits no file" in line for line in nowhere)
 
 
 def test_a_separator_that_cannot_apply_is_a_mistake(work):

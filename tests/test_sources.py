@@ -451,7 +451,7 @@ def test_links_are_followed_once(tmp_path):
     source = open_source(str(root))
     names = ["1/c.txt", "1/deep/d.txt", "7.txt", "a.txt", "z/b.txt"]
     assert [source.name_of(file) for file in source.files] == names
-    assert "1 links that lead nowhere left out" in source.notes
+    assert "1 broken links left out" in source.notes
     assert "5 links to folders that are read anyway left out" in source.notes
     assert "2 links to files that are read anyway left out" in source.notes
 
@@ -525,7 +525,7 @@ def test_a_hub_dataset_is_streamed(hub, spec, asked):
 def test_of_a_hub_dataset_one_split_alone_is_read_and_that_is_said():
     for spec, split in {"hub:owner/name": "train", "hub:owner/name@test": "test"}.items():
         (note,) = open_source(spec).notes
-        assert f"the split {split} alone" in note
+        assert f"the split {split} only" in note
         assert "--val_source=hub:owner/name@validation" in note
 
 
@@ -544,8 +544,9 @@ def test_a_dataset_made_by_a_script_is_refused_with_a_way_on(hub):
 @pytest.mark.parametrize("error", [ConnectionError("no route"), FileNotFoundError("no such name")])
 def test_a_hub_that_does_not_answer_is_said(hub, error):
     hub.error = error
-    assert f"hub:owner/name: the hub does not give it ({type(error).__name__}: {error})" in refusal(
-        "hub:owner/name"
+    assert (
+        f"hub:owner/name: the Hub did not deliver it ({type(error).__name__}: {error})"
+        in refusal("hub:owner/name")
     )
 
 
@@ -683,7 +684,7 @@ def test_a_long_document_lies_in_one_split():
     [
         ("nowhere.txt", "no such file or folder"),
         ("*.markdown", "no file matches"),
-        ("empty", "the folder holds nothing to read (no file at all)"),
+        ("empty", "the folder holds nothing to read (no files at all)"),
         ("pictures", "nothing to read (2 files of other kinds left out: 2 x .png)"),
         ("a.txt*0.7+b.txt", "each part of a mixture needs a weight"),
     ],
