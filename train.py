@@ -25,8 +25,10 @@ def main(argv: list[str]) -> int:
         from training import screen, startup
         from training.checkpoint import Checkpoints
         from training.console import Console
+        from training.dataset import open_data
         from training.distributed import join_ranks
-        from training.run import Run, recording, saved_on_failure
+        from training.resume import clear_folder, open_run, restore
+        from training.run import Run, make_loader, recording, saved_on_failure
         from training.signals import Interrupts
 
     with ExitStack() as stack:
@@ -34,24 +36,24 @@ def main(argv: list[str]) -> int:
         stack.push(lambda kind, *_: ranks.close(failed=kind is not None))
         console = Console(first=ranks.first, quiet=config.log.quiet)
 
-        config, checkpoint = startup.open_run(config, ranks, stack, console)
+        config, checkpoint = open_run(config, ranks, stack, console)
         ranks.start(config.run.device)
-        data = startup.open_data(config, checkpoint, ranks, stack, console)
+        data = open_data(config, checkpoint, ranks, stack, console)
         config = startup.resolve(config, ranks, data.tokenizer.vocab_size, console)
         screen.check_prompt(config, data.tokenizer)
         startup.prepare_process(config)
 
-        model = startup.build_model(config, ranks, data.tokenizer, resuming=checkpoint is not None)
+        model = startup.build_model(config, ranks)
         setup = startup.build_setup(config, model, ranks, console)
-        state = startup.restore(config, checkpoint, setup, data, console)
-        loader = startup.make_loader(config, data)
+        state = restore(config, checkpoint, setup, data, console)
+        loader = make_loader(config, data)
         checkpoints = Checkpoints(Path(config.run.out_dir, "checkpoints"), console.print)
         interrupts = Interrupts(announce=ranks.first)
         run = Run(config, setup, data, loader, state, checkpoints, interrupts, console, argv)
         if run.finished and not run.evaluation_is_due:
             screen.say_finished(run)
             return 0
-        startup.clear_folder(config, ranks, stack, console)
+        clear_folder(config, ranks, stack, console)
         # Until here Ctrl-C ends at once: there is nothing to save.
         with recording(run), interrupts, saved_on_failure(run):
             screen.introduce(run)

@@ -55,7 +55,7 @@ def test_of_the_log_the_lines_of_that_step_alone_are_parsed(trained, monkeypatch
         assert b'"step": 4,' in line
         return json.loads(line)
 
-    monkeypatch.setattr("training.folder.parse_line", parse)
+    monkeypatch.setattr("training.metrics.parse_line", parse)
     assert len([*batch.logged(trained, 4)]) == 1
 
 

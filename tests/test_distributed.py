@@ -167,6 +167,15 @@ def test_a_single_process_talks_to_nobody():
     ranks.close()
 
 
+def test_ranks_that_start_with_other_weights_are_found(monkeypatch):
+    ranks, weights = Ranks(0, 2), [torch.ones(3), torch.zeros(2, 2)]
+    monkeypatch.setattr(Ranks, "gather", lambda self, own, what: [own, own + 1])
+    with pytest.raises(RuntimeError, match="rank 1 starts with other weights than rank 0"):
+        ranks.check_same(weights, "weights")
+    monkeypatch.setattr(Ranks, "gather", lambda self, own, what: [own, own])
+    ranks.check_same(weights, "weights")
+
+
 @pytest.mark.parametrize(
     ("backend", "failed", "left"),
     [("nccl", False, 1), ("nccl", True, 0), ("gloo", False, 1), ("gloo", True, 1)],
@@ -305,10 +314,10 @@ def test_a_killed_rank_is_named_with_the_step(tiny_argv, tmp_path):
 
 def test_modes_that_do_not_fit_how_it_was_started(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ConfigError, match="mode=ddp needs several processes.*torchrun"):
+    with pytest.raises(ConfigError, match="mode=ddp: needs several processes.*torchrun"):
         join_ranks("ddp", 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="mode=none, but torchrun started 2"):
+    with pytest.raises(ConfigError, match="mode=none: but torchrun started 2"):
         join_ranks("none", 1)
 
 
@@ -395,17 +404,22 @@ def test_devices_where_there_are_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert pick_device("auto") == torch.device("cpu")
-    for name, message in (("cuda", "torch sees 0"), ("mps", "no Apple GPU"), ("tpu:x", "allowed")):
+    for name, message in (
+        ("cuda", "torch sees 0"),
+        ("mps", "no Apple GPU"),
+        ("tpu:x", "must be"),
+    ):
         with pytest.raises(ConfigError, match=message):
             pick_device(name)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert pick_device("auto").type == "mps"
 
 
-def test_the_backend_and_a_note_where_nccl_is_missing(monkeypatch):
-    said = []
-    assert pick_backend(torch.device("cpu"), said.append) == "gloo" and said == []
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert pick_backend(torch.device("cuda"), said.append) == "gloo" and len(said) == 1
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert pick_backend(torch.device("cuda"), said.append) == "nccl"
+def test_the_backend_and_a_note_if_nccl_is_missing(monkeypatch, capsys):
+    for has_nccl, backend in ((False, "gloo"), (True, "nccl")):
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda has=has_nccl: has)
+        assert pick_backend(torch.device("cpu")) == "gloo"
+        assert pick_backend(torch.device("cuda"), announce=False) == backend
+        assert capsys.readouterr().out == ""
+        assert pick_backend(torch.device("cuda")) == backend
+        assert ("without nccl" in capsys.readouterr().out) == (not has_nccl)

@@ -17,14 +17,8 @@ from faultlib import Shared, ended, fork, fork_command, train, wait_for
 import training.run
 from cli.files import warn_once
 from cli.options import ConfigError
-from training.folder import (
-    FolderHeld,
-    lock_folder,
-    move_aside,
-    next_attempt,
-    read_lines,
-    read_metrics,
-)
+from training.folder import FolderHeld, lock_folder, move_aside
+from training.metrics import next_attempt, read_lines, read_metrics
 
 
 def held(folder, shared: Shared) -> int:

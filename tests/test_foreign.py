@@ -46,7 +46,7 @@ from model.huggingface import DamagedFolder
 from tools.evaluate import EvaluateOptions, read_ids, score
 from tools.export import __main__ as export
 from tools.export.huggingface import export_huggingface
-from training.folder import read_metrics
+from training.metrics import read_metrics
 from training.observer import token_text
 from training.weights import find_weights, load_for_sampling
 

@@ -30,7 +30,7 @@ from model.huggingface import (
 )
 from training.checkpoint import load_model_tensors
 from training.config import Config, from_json
-from training.folder import read_metrics
+from training.metrics import read_metrics
 from training.weights import find_weights, inherit_model, load_first_weights, load_for_sampling
 
 V, CONTEXT = 211, 256

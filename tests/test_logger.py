@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from training.console import Console
-from training.folder import read_metrics
 from training.logger import RunLogger
+from training.metrics import read_metrics
 
 
 def lines(folder: Path) -> list[dict]:

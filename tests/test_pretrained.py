@@ -26,7 +26,7 @@ from data.config import DataConfig
 from data.meta import read_meta
 from data.tokenizer import load_tokenizer, ready_tokenizer
 from tools.export import __main__ as export
-from training.folder import read_metrics
+from training.metrics import read_metrics
 
 pytestmark = pytest.mark.pretrained
 ROOT = Path(__file__).parents[1]

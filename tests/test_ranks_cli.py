@@ -19,7 +19,7 @@ import train
 from data.loader import BatchLoader
 from data.shards import Windows
 from training.distributed import Ranks
-from training.folder import read_metrics
+from training.metrics import read_metrics
 from training.step import Setup
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -89,7 +89,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tiny_argv, tmp_path, train_ti
     assert "Traceback" not in err
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == step
     assert train_tiny(tmp_path, **{**options, "max_steps": step + 2}, resume="must") == 0
-    assert f"going on from {checkpoint}" in capsys.readouterr().out
+    assert f"resuming from {checkpoint}" in capsys.readouterr().out
 
 
 def test_training_imports_only_what_it_needs(tiny_argv, tmp_path):

@@ -17,10 +17,10 @@ import pytest
 from cli.options import ConfigError
 from data.meta import DamagedData, read_meta
 from data.prepare import main as prepare_command
+from training import dataset
 from training import run as training_run
-from training import startup
 from training.checkpoint import Checkpoints, find_checkpoint
-from training.folder import read_metrics
+from training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 OLD = "".join(f"def f{i}(x):\n    return x + {i * i % 97}\n" for i in range(90))[:3000]
@@ -185,14 +185,14 @@ def test_a_tokenizer_that_changed_in_memory_is_not_saved(
     train_tiny, options, monkeypatch, tmp_path
 ):
     train_tiny(tmp_path / "a", **options, max_steps=4)
-    open_data = startup.open_data
+    open_data = dataset.open_data
 
     def changed(*arguments):
         data = open_data(*arguments)
         data.tokenizer_files["tokenizer.json"] += b" "
         return data
 
-    monkeypatch.setattr(startup, "open_data", changed)
+    monkeypatch.setattr(dataset, "open_data", changed)
     with pytest.raises(DamagedData, match="tokenizer"):
         train_tiny(tmp_path / "a", **options, max_steps=8)
     assert find_checkpoint(tmp_path / "a", "latest").state.step == 4

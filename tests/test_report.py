@@ -25,7 +25,7 @@ from tools import attention
 from tools import report as report_tool
 from training.config import Config, from_json
 from training.device import Precision
-from training.folder import STEP_MARK, parse_line, read_entries, read_lines, read_spread
+from training.metrics import STEP_MARK, parse_line, read_entries, read_lines, read_spread
 from training.observer import append_snapshot, command_line, sample_text, scored_passage, token_text
 from training.report.history import (
     MOST_SNAPSHOTS,
@@ -65,7 +65,7 @@ def parsed(monkeypatch) -> list[bytes]:
         lines.append(line)
         return parse_line(line)
 
-    monkeypatch.setattr("training.folder.parse_line", parse)
+    monkeypatch.setattr("training.metrics.parse_line", parse)
     return lines
 
 
@@ -240,7 +240,7 @@ def test_of_a_long_log_all_but_ordinary_steps_is_read(tmp_path, monkeypatch, par
     whole = read_history(folder)
     parsed.clear()
     for name, value in {"LONG_LOG": 1 << 16, "LOG_TAIL": 1 << 10, "LOG_BLOCK": block}.items():
-        monkeypatch.setattr(f"training.folder.{name}", value)
+        monkeypatch.setattr(f"training.metrics.{name}", value)
     monkeypatch.setitem(READ, "metrics.jsonl", (most, STEP_MARK))
     some = read_history(folder)
     assert (some.starts, some.notes, some.fits) == (whole.starts, whole.notes, whole.fits)
@@ -281,8 +281,8 @@ def test_of_a_short_log_every_line_is_read(tmp_path):
 
 def test_a_long_log_that_is_cut_short_while_it_is_read_has_an_end(tmp_path, monkeypatch):
     write_two_attempts(path := tmp_path / "metrics.jsonl")
-    monkeypatch.setattr("training.folder.LONG_LOG", 1 << 16)
-    monkeypatch.setattr("training.folder.LOG_BLOCK", 1 << 12)
+    monkeypatch.setattr("training.metrics.LONG_LOG", 1 << 16)
+    monkeypatch.setattr("training.metrics.LOG_BLOCK", 1 << 12)
     with path.open("rb") as file:
         entries = read_spread(file, 100, STEP_MARK)
         next(entries)

@@ -21,7 +21,7 @@ from tools.export import __main__ as export
 from training import run as run_module
 from training.config import OPTIONS
 from training.evaluate import Evaluation
-from training.folder import read_metrics
+from training.metrics import read_metrics
 
 
 class Killed(BaseException):

@@ -1,4 +1,4 @@
-"""From a config to a run: what is filled in, weights to start from, a compiler that is missing."""
+"""From a config to a run: resolved options, weights to start from, torch.compile."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 import train
 from cli.options import ConfigError
-from data.config import DataConfig
-from model.config import ModelConfig
 from model.gpt import GPT
 from training import startup
-from training.config import Config, OptimConfig, ParallelConfig, RunConfig
+from training.config import OPTIONS, Config, OptimConfig, with_values
 from training.console import Console
 from training.distributed import Ranks
 
 
-def resolved(world: int = 1, rank: int = 0, **data) -> Config:
-    config = Config(data=DataConfig(**data), run=RunConfig(device="cpu", dtype="float32"))
-    return startup.resolve(config, Ranks(rank, world), vocab_size=300, console=Console())
+def resolved(world: int = 1, **options) -> Config:
+    options = {"device": "cpu", "dtype": "float32", **options}
+    values = {OPTIONS[name].full_name: value for name, value in options.items()}
+    config = with_values(Config(), values)
+    return startup.resolve(config, Ranks(0, world), vocab_size=300, console=Console())
 
 
-# What is filled in
+# Resolved options
 
 
 def test_nothing_stays_open(capsys):
@@ -45,62 +45,50 @@ def test_nothing_stays_open(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_ranks_share_the_batch_unless_micro_batch_says_how():
+def test_ranks_share_the_batch_unless_micro_batch_is_given():
     assert resolved(world=2, global_batch=8).data.micro_batch == 4
     assert resolved(world=2, global_batch=8, micro_batch=1).data.micro_batch == 1
 
 
 @pytest.mark.parametrize(
-    ("world", "data", "numbers"),
+    ("world", "options", "numbers"),
     [
         (2, {"global_batch": 5, "micro_batch": 1}, ["5 micro-batches", "2 ranks"]),
         (2, {"global_batch": 5}, ["global_batch=5", "2 ranks"]),
         (4, {"global_batch": 12, "micro_batch": 2}, ["6 micro-batches", "4 ranks"]),
         (8, {"global_batch": 4}, ["4 micro-batches", "8 ranks"]),
+        (
+            3,
+            {"global_batch": 6, "micro_batch": 2, "reduction": "exact"},
+            ["reduction=exact: 3 ranks must be a power of two"],
+        ),
     ],
 )
-def test_a_batch_that_ranks_cannot_share_is_refused_with_both_numbers(world, data, numbers):
+def test_a_batch_that_ranks_cannot_share_is_refused_with_both_numbers(world, options, numbers):
     with pytest.raises(ConfigError) as caught:
-        resolved(world=world, **data)
+        resolved(world, **options)
     assert all(number in str(caught.value) for number in numbers)
 
 
-def test_exact_reduction_that_is_impossible_is_refused():
-    config = replace(Config(), parallel=ParallelConfig(reduction="exact"))
-    config = replace(config, data=DataConfig(global_batch=6, micro_batch=2))
-    with pytest.raises(ConfigError, match="reduction=exact: 3 ranks must be a power of two"):
-        startup.resolve(config, Ranks(0, 3), 300, Console())
-
-
-def test_the_optimizer_is_told_in_which_format_the_run_computes():
+def test_the_optimizer_knows_the_format_that_the_run_computes_in():
     config = replace(resolved(global_batch=8), optim=OptimConfig(optimizer="muon"))
     for dtype in ("float32", "bfloat16"):
-        of_dtype = replace(config, run=replace(config.run, dtype=dtype))
+        of_dtype = with_values(config, {"run.dtype": dtype})
         setup = startup.build_setup(of_dtype, GPT(config.model), Ranks(), Console())
         assert setup.optimizers.parts[1].dtype == getattr(torch, dtype)
 
 
-def test_freed_memory_is_kept_by_runs_on_a_cpu_alone(monkeypatch):
+def test_only_runs_on_a_cpu_keep_freed_memory(monkeypatch):
     kept = []
     monkeypatch.setattr(startup, "keep_freed_memory", lambda: kept.append(True))
     config = resolved(global_batch=8)
-    startup.prepare_process(replace(config, run=replace(config.run, device="cuda")))
+    startup.prepare_process(with_values(config, {"run.device": "cuda"}))
     assert not kept
     startup.prepare_process(config)
     assert kept
 
 
-def test_ranks_that_begin_with_other_weights_are_found(monkeypatch):
-    model = GPT(ModelConfig(n_layers=1, d_model=8, n_heads=2).resolved(5))
-    ranks = Ranks(0, 2)
-    monkeypatch.setattr(Ranks, "gather", lambda self, own, what: [own, own + 1])
-    with pytest.raises(RuntimeError, match="rank 1 starts with other weights than rank 0"):
-        startup._check_same_weights(model, ranks)
-    monkeypatch.setattr(Ranks, "gather", lambda self, own, what: [own, own])
-    startup._check_same_weights(model, ranks)
-
-
-def test_a_deterministic_run_says_so_to_cublas_before_anything_is_tried(monkeypatch):
+def test_a_deterministic_run_tells_cublas_before_anything_is_computed(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     told = []
 
@@ -109,10 +97,8 @@ def test_a_deterministic_run_says_so_to_cublas_before_anything_is_tried(monkeypa
         return 4
 
     monkeypatch.setattr(startup, "pick_micro_batch", tries)
-    config = replace(Config(), data=DataConfig(global_batch=8, micro_batch="auto"))
-    startup.resolve(config, Ranks(), 300, Console())
-    deterministic = replace(config, run=replace(config.run, deterministic=True))
-    startup.resolve(deterministic, Ranks(), 300, Console())
+    for deterministic in (False, True):
+        resolved(global_batch=8, micro_batch="auto", deterministic=deterministic)
     assert told == [None, ":4096:8"]
 
 
@@ -143,7 +129,7 @@ def finetune(tiny_argv, trained, tmp_path, monkeypatch):
     return run
 
 
-def test_a_run_starts_from_anothers_weights_with_a_fresh_optimizer(finetune, tmp_path, trained):
+def test_a_run_starts_from_another_runs_weights_with_a_new_optimizer(finetune, tmp_path, trained):
     assert finetune(lr=1e-12, warmup_steps=0) == 0
     fine = tmp_path / "fine"
     assert optimizer_steps(trained, 8) == {8}
@@ -155,7 +141,7 @@ def test_a_run_starts_from_anothers_weights_with_a_fresh_optimizer(finetune, tmp
     assert model == json.loads((trained / "run.json").read_text())["model"]
 
 
-def test_what_the_weights_bring_is_said(finetune, capsys):
+def test_options_that_come_from_the_weights_are_printed(finetune, capsys):
     finetune()
     out = capsys.readouterr().out
     assert "step-8 (step 8), the optimizer starts fresh" in out
@@ -193,7 +179,7 @@ def test_dropout_and_a_shorter_context_may_differ(finetune, tmp_path):
     assert finetune(dropout=0.3, attention_dropout=0.1, context_length=8) == 0  # goes on
 
 
-def test_learned_positions_beyond_a_shorter_context_are_left_behind(train_tiny, finetune, tmp_path):
+def test_a_shorter_context_takes_the_first_learned_positions(train_tiny, finetune, tmp_path):
     train_tiny(tmp_path / "learned", position="learned", max_steps=1)
     assert finetune(tmp_path / "learned", context_length=8, lr=1e-12, warmup_steps=0) == 0
     before = load_file(tmp_path / "learned/checkpoints/step-1/model.safetensors")
@@ -213,7 +199,7 @@ def test_weights_of_another_tokenizer_are_refused(train_tiny, finetune, tmp_path
         finetune(**options)
 
 
-def test_weights_without_an_optimizer_are_enough_to_start_from(finetune, trained):
+def test_a_checkpoint_without_optimizer_state_is_enough_to_start_from(finetune, trained):
     (trained / "checkpoints/step-8/optim.safetensors").unlink()
     assert finetune() == 0
 
@@ -222,13 +208,13 @@ def test_weights_without_an_optimizer_are_enough_to_start_from(finetune, trained
     ("place", "said"),
     [("nowhere", "no such folder"), ("tiny/checkpoints", "no checkpoint there")],
 )
-def test_where_there_are_no_weights_one_line_says_so(finetune, tmp_path, place, said):
+def test_missing_weights_are_one_line(finetune, tmp_path, place, said):
     with pytest.raises(ConfigError, match=said) as caught:
         finetune(tmp_path / place)
     assert len(caught.value.problems) == 1
 
 
-def test_once_begun_a_run_needs_the_weights_no_more(finetune, trained, tmp_path):
+def test_a_resume_no_longer_needs_the_weights_to_start_from(finetune, trained, tmp_path):
     assert finetune() == 0
     shutil.rmtree(trained)
     assert finetune(resume="must", max_steps=3) == 0
@@ -238,7 +224,7 @@ def test_once_begun_a_run_needs_the_weights_no_more(finetune, trained, tmp_path)
 # torch.compile
 
 
-def test_without_a_compiler_one_line_says_so_and_the_run_goes_on(
+def test_without_a_compiler_the_run_continues_with_a_note(
     train_tiny, trained_once, tmp_path, monkeypatch, capsys
 ):
     def compile(self):
@@ -252,7 +238,7 @@ def test_without_a_compiler_one_line_says_so_and_the_run_goes_on(
     said = [line for line in capsys.readouterr().out.splitlines() if "torch.compile" in line]
     assert said == [
         "note: torch.compile does not work here (InvalidCxxCompiler: no working C++ compiler); "
-        "going on without it"
+        "continuing without it"
     ]
     found = load_file(tmp_path / "checkpoints/step-8/model.safetensors")
     for name, tensor in load_file(trained_once / "checkpoints/step-8/model.safetensors").items():
@@ -271,9 +257,9 @@ def compile_eagerly(monkeypatch) -> list[int]:
     return graphs
 
 
-def test_training_alone_is_compiled(train_tiny, tmp_path, monkeypatch):
-    """One graph, tried before the first step: none is left that could fail in the middle of a run,
-    as those of evaluation would, of its last, smaller block, and of samples of every length."""
+def test_only_the_training_step_is_compiled(train_tiny, tmp_path, monkeypatch):
+    """One graph, tried before the first step. Evaluation (its last block is smaller) and samples
+    (of every length) would compile others in mid-run, where a failure costs the run."""
     graphs = compile_eagerly(monkeypatch)
     monkeypatch.setattr("training.evaluate.CPU_TOKENS", 3 * 16)
     run = {"compile": True, "eval_interval": 2, "eval_windows": 7, "report": True}
@@ -307,7 +293,7 @@ def test_a_compiler_that_fails_on_one_rank_is_used_on_none(broken, tiny_argv, tr
     assert load_file(two)["embed.weight"].equal(load_file(one)["embed.weight"])
 
 
-def test_running_out_of_memory_is_no_fault_of_the_compiler(train_tiny, tmp_path, monkeypatch):
+def test_running_out_of_memory_is_not_taken_for_a_compiler_error(train_tiny, tmp_path, monkeypatch):
     def compile(self):
         def full(*args, **options):
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -336,21 +322,16 @@ def test_a_fast_run_is_compiled_within_ddp_and_sends_nothing(monkeypatch, capsys
             return self.model(*args, **options)
 
     monkeypatch.setattr(startup, "DistributedDataParallel", Ddp)
-    monkeypatch.setattr(Ranks, "gather", lambda self, own, what: [own, own])
     monkeypatch.setattr(Ranks, "sum_ints", lambda self, values, what: values)
     monkeypatch.setattr(GPT, "compile", lambda self: None)
     config = resolved(global_batch=8, micro_batch=4)
-    config = replace(
-        config,
-        parallel=replace(config.parallel, reduction="fast"),
-        run=replace(config.run, compile=True),
-    )
+    config = with_values(config, {"parallel.reduction": "fast", "run.compile": True})
     setup = startup.build_setup(config, GPT(config.model), Ranks(0, 2), Console())
     assert calls == [1] and "note" not in capsys.readouterr().out
     assert all(p.grad is None for p in setup.model.parameters())
 
 
-def test_ddp_sends_no_buffers_by_whatever_name_this_torch_has_for_it(monkeypatch):
+def test_ddp_sends_no_buffers_whatever_the_option_is_called(monkeypatch):
     class Newer:
         def __init__(self, module, broadcast_buffers=None, forward_sync_buffers=None):
             pass
@@ -366,10 +347,10 @@ def test_ddp_sends_no_buffers_by_whatever_name_this_torch_has_for_it(monkeypatch
         assert startup._without_buffers() == {name: False}
 
 
-def test_a_compiled_run_saves_plain_names_and_goes_on_without_compiling(
+def test_a_compiled_run_saves_plain_names_and_can_be_resumed_uncompiled(
     train_tiny, trained_once, tmp_path, monkeypatch
 ):
-    """Traced for real; what was traced then runs as it is, for compiling takes a minute."""
+    """Really traced, but the traced graph runs uncompiled: compiling takes a minute."""
     compiled = []
 
     def compile(self):

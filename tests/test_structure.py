@@ -147,7 +147,7 @@ def run_python(code: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize("module", ["training.config", "config.small", "training.resume"])
+@pytest.mark.parametrize("module", ["training.config", "config.small"])
 def test_a_config_needs_the_standard_library_alone(module):
     said = run_python(f"import sys, {module}; print(*sys.modules)")
     loaded = {name.partition(".")[0] for name in said.split()}

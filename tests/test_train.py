@@ -22,7 +22,7 @@ from training import run as run_module
 from training.checkpoint import TrainState, state_from_json
 from training.config import from_json
 from training.evaluate import Evaluation
-from training.folder import read_metrics
+from training.metrics import read_metrics
 from training.step import NonFinite
 from training.weights import load_for_sampling
 

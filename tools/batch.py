@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 def logged(run: Path, step: int) -> Iterator[str]:
     """Yield the loss that each attempt logged for this step."""
-    from training.folder import read_lines
+    from training.metrics import read_lines
     from training.report.history import METRICS
 
     for entry in read_lines(run / METRICS, b'"step": %d,' % step):

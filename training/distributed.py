@@ -1,15 +1,18 @@
-"""Who this process is among the ranks, and talking to them. The only reader of rank variables.
+"""Ranks: this process's place among them, and communication that always ends.
 
-torchrun starts W processes and tells each its rank. Every rank holds the whole model; a step's M
-micro-batches are dealt to the ranks in contiguous blocks, and their gradients are summed.
+torchrun starts W processes and tells each its rank. Every rank holds the whole model; the M
+micro-batches of a step are dealt to the ranks in contiguous blocks, and their gradients are summed.
+The rank variables of the environment are read here only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import json
 import os
+import platform
 import queue
 import re
 import signal
@@ -17,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,17 +30,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cli.command import Say, exit_code_of
+from cli.command import exit_code_of
 from cli.limits import usable_cores
 from cli.options import ConfigError
+from training.device import hardware_name
 
-# Signs of life: how the others can tell a busy rank from a lost one.
+BEAT_SECONDS = 1.0  # between two heartbeats of a rank
+POLL_SECONDS = 0.05  # longest pause between two looks at what other ranks have posted
+SILENCE_SECONDS = 2.5  # a rank without a heartbeat for so long is named as lost
 
-BEAT_SECONDS = 1.0
+
+class LostRank(RuntimeError):
+    """Another rank is gone, or did not answer within the time-out."""
+
+    exit_code = 7
 
 
 class Pulse:
-    """A thread that counts up alive/RANK in the store: this process is there, however busy."""
+    """A thread that counts up alive/RANK in the store, so that others can tell a busy rank from a
+    lost one."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._done = threading.Event()
@@ -45,33 +56,23 @@ class Pulse:
         self._thread.start()
 
     def _beat(self, store: dist.Store, rank: int) -> None:
-        with contextlib.suppress(RuntimeError):  # the store's host has gone: nobody listens
+        with contextlib.suppress(RuntimeError):  # the store's host is gone, and so are all readers
             while not self._done.is_set():
                 store.add(f"alive/{rank}", 1)
                 self._done.wait(BEAT_SECONDS)
 
     def stop(self) -> None:
-        """End the thread; waits for a beat under way."""
+        """End the thread, after a beat that may be under way."""
         self._done.set()
         self._thread.join(BEAT_SECONDS)
-
-
-POLL_SECONDS = 0.05  # at most, between two looks at what another rank has posted
-SILENCE_SECONDS = 2.5  # a rank that gives none for so long is named as lost
-
-
-class LostRank(RuntimeError):
-    """A wait for another rank came to its time-out, or the rank is gone."""
-
-    exit_code = 7
 
 
 @dataclass(frozen=True)
 class Launch:
     """What started this process and may start it again: torchrun, a batch system.
 
-    names: by which a later start of the same launch can be known. proof: those names that nothing
-    but an earlier start of this launch can have left.
+    names: identify the launch to a later start. proof: those of the names that only an earlier
+    start of the same launch can have left behind.
     """
 
     names: tuple[str, ...] = ()
@@ -80,7 +81,11 @@ class Launch:
 
 @dataclass
 class Ranks:
-    """This process's place. A single process is rank 0 of 1 and never communicates."""
+    """This process's place. A single process is rank 0 of 1 and never communicates.
+
+    Each wait has a time-out. A wait that fails raises LostRank, which names what was waited for
+    and, as far as heartbeats tell, which rank is missing.
+    """
 
     rank: int = 0
     world: int = 1
@@ -91,16 +96,27 @@ class Ranks:
     store: dist.Store | None = None
     pulse: Pulse | None = None
     launch: Launch = Launch()
-    apart: bool = False  # rank 0 may be at work alone (saving, a report): set on all ranks alike
+    apart: bool = False  # rank 0 may be working alone (saving, a report); set on all ranks alike
     _meetings: int = 0
 
     @property
     def first(self) -> bool:
-        """Rank 0 alone writes files and speaks."""
+        """Whether this is rank 0, which alone writes files and prints."""
         return self.rank == 0
 
+    @property
+    def about(self) -> dict[str, object]:
+        """What a checkpoint's manifest says of the processes and their hardware."""
+        return {
+            "world": self.world,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "hardware": hardware_name(self.device),
+            "python": platform.python_version(),
+        }
+
     def start(self, device: str) -> None:
-        """Pick this rank's device and open the channel to the others.
+        """Pick this rank's device and connect to the other ranks.
 
         Raises ConfigError for a device that is not there.
         """
@@ -110,18 +126,20 @@ class Ranks:
         if self.store is not None:
             with self.waiting("joining the other ranks"):
                 dist.init_process_group(
-                    pick_backend(self.device),
+                    pick_backend(self.device, announce=self.first),
                     store=dist.PrefixStore("group", self.store),
                     rank=self.rank,
                     world_size=self.world,
                     timeout=timedelta(seconds=self.timeout),
                 )
 
-    def share(self, make: Callable[[], Any], what: str) -> Any:
-        """Rank 0 runs `make`; everyone gets its result, anything JSON can hold.
+    # Through the store: waits as long as the others give signs of life
 
-        It may take hours: the others give up `timeout` seconds after rank 0's last sign of life.
-        Whatever rank 0 raises makes the others end too, quietly, with the same exit code.
+    def share(self, make: Callable[[], Any], what: str) -> Any:
+        """Run `make` on rank 0 and return its result on all ranks; it must be valid JSON.
+
+        It may take hours: the others give up `timeout` seconds after rank 0's last heartbeat. If
+        it raises, the others end quietly with the same exit code, and rank 0 says why.
         """
         if self.store is None:
             return make()
@@ -139,24 +157,17 @@ class Ranks:
                 self._poll({0: key}, what)
                 answer = json.loads(self._ask(lambda: self.store.get(key), self.timeout))
                 if "exit_code" in answer:
-                    raise SystemExit(answer["exit_code"])  # rank 0 says why
+                    raise SystemExit(answer["exit_code"])
             return answer["result"]
 
     def meet(self, what: str) -> None:
-        """Wait until all ranks are here, however long those that show signs of life may take."""
+        """Wait until all ranks are here, however long those that are alive may take."""
         if self.store is None:
             return
         key = self._new_key()
         with self.waiting(what):
             self.store.set(f"{key}/{self.rank}", "here")
         self._poll({rank: f"{key}/{rank}" for rank in range(self.world)}, what)
-
-    def _rejoin(self, what: str) -> None:
-        """Before an exchange, all of whose time-out may be over before rank 0 comes back from work
-        of its own: wait for it as long as it shows signs of life."""
-        if self.apart:
-            self.apart = False
-            self.share(lambda: None, what)
 
     def _new_key(self) -> str:
         self._meetings += 1
@@ -186,8 +197,8 @@ class Ranks:
                 pause = min(2 * pause, POLL_SECONDS)
 
     def _ask(self, query: Callable[[], Any], limit: float) -> Any:
-        """The result of `query`, which asks the store, in a thread of its own: where the network is
-        gone, torch would wait for the answer for ever."""
+        """Return the result of `query`, which asks the store, from a thread of its own: when the
+        network is down, torch would wait for the answer for ever."""
         answers: queue.SimpleQueue = queue.SimpleQueue()
 
         def ask() -> None:
@@ -208,18 +219,20 @@ class Ranks:
     def _beats(self, rank: int) -> int:
         return self.store.add(f"alive/{rank}", 0)
 
+    # Through gloo or nccl: waits for `timeout` seconds
+
     def sum_ints(self, values: list[int], what: str) -> list[int]:
-        """Element-wise sum over ranks; integers, so exact in any order."""
+        """Return the element-wise sum over ranks; of integers, so it is exact in any order."""
         if self.world == 1:
             return values
         self._rejoin(what)
         total = torch.tensor(values, dtype=torch.int64, device=self.device)
         with self.waiting(what):
             dist.all_reduce(total)
-            return total.tolist()  # nccl only begins above; here its result is waited for
+            return total.tolist()  # nccl only begins above; its result is waited for here
 
     def gather(self, values: Tensor, what: str) -> list[Tensor]:
-        """The tensors of all ranks, in the order of the ranks; one shape and dtype everywhere."""
+        """Return the tensors of all ranks, by rank; they have the same shape and dtype."""
         if self.world == 1:
             return [values]
         self._rejoin(what)
@@ -229,12 +242,33 @@ class Ranks:
             dist.all_gather(parts, values)
             return [part.cpu() for part in parts]
 
+    def check_same(self, tensors: Iterable[Tensor], what: str) -> None:
+        """Raise RuntimeError unless all ranks hold these tensors with the same bits."""
+        if self.world == 1:
+            return
+        digest = hashlib.sha256()
+        for tensor in tensors:
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+        own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).clone()
+        for rank, other in enumerate(self.gather(own, f"comparing the {what}")):
+            if not torch.equal(other, own):
+                raise RuntimeError(f"rank {rank} starts with other {what} than rank {self.rank}")
+
+    def _rejoin(self, what: str) -> None:
+        """Wait for rank 0 as long as it is alive: it may be working alone for longer than the
+        time-out of the exchange that follows."""
+        if self.apart:
+            self.apart = False
+            self.share(lambda: None, what)
+
+    # When a wait fails
+
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Turn a failed or timed-out communication into one line that says who is missing.
+        """Turn a failure of communication into a LostRank that says who is missing.
 
-        Other errors pass: a bug in the model, which may run inside (DDP sends during backward; a
-        GPU reports a fault where its result is waited for), keeps its traceback.
+        Other errors pass. The model may run inside (DDP sends during backward, and a GPU reports a
+        fault where its result is waited for), and a bug in it keeps its traceback.
         """
         try:
             yield
@@ -252,7 +286,7 @@ class Ranks:
         return f"rank {self.rank} waited for {who}: {what}; {how} ({limit})"
 
     def _silent_ranks(self) -> list[int]:
-        """The ranks that give no sign of life now, though they have not given up themselves."""
+        """Return the ranks without a heartbeat that have not given up waiting themselves."""
 
         def look() -> list[int]:
             self.store.set(f"gave-up/{self.rank}", "1")
@@ -264,19 +298,19 @@ class Ranks:
 
         try:
             return self._ask(look, 2 * SILENCE_SECONDS)
-        except RuntimeError:  # the store's host is gone too
+        except RuntimeError:  # the store's host is gone, too
             return []
 
     def close(self, failed: bool = False) -> None:
-        """Leave the others, in order if all is well.
+        """Leave the other ranks.
 
-        failed: an exception is on its way up. nccl's own way out would wait for ranks that are
-        waiting for this one, and what went wrong would be told after their time-out only.
+        failed: an exception is on its way up. nccl's orderly exit would wait for ranks that wait
+        for this one, and the error would be printed only after their time-out.
         """
         if self.pulse is not None:
             self.pulse.stop()
         if self.store is not None and failed:
-            with contextlib.suppress(RuntimeError):  # the store's host has gone: nobody waits
+            with contextlib.suppress(RuntimeError):  # the store's host is gone: nobody waits
                 self._ask(lambda: self.store.set(f"gone/{self.rank}", "1"), SILENCE_SECONDS)
         if self.store is None or not dist.is_initialized():
             return
@@ -285,35 +319,41 @@ class Ranks:
 
 
 def failed_to_communicate(error: RuntimeError) -> bool:
-    """Whether torch raised this because another rank, or the store, could not be reached.
+    """Whether torch raised this because another rank or the store could not be reached.
 
-    The store and nccl have types of their own. Gloo raises plain RuntimeErrors, and begins their
-    messages with the place in its source: [.../gloo/transport/tcp/pair.cc:547].
+    The store and nccl have error types of their own. Gloo raises plain RuntimeErrors that begin
+    with a place in its source: [.../gloo/transport/tcp/pair.cc:547].
     """
     gloo = re.match(r"\[\S*gloo\S*:\d+\] |Gloo connectFullMesh failed", str(error))
     return isinstance(error, dist.DistError) or gloo is not None
 
 
 def _exit_code(error: BaseException) -> int:
-    """What rank 0's process will exit with, so that the others can do the same."""
+    """Return the code that rank 0's process will exit with, for the others to do the same."""
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
     return 130 if isinstance(error, KeyboardInterrupt) else exit_code_of(error)
 
 
-def join_ranks(mode: str, timeout: float) -> Ranks:
-    """Find the other ranks if torchrun started this process; they can `share` from here on.
+# Joining
 
-    Raises ConfigError for mode=ddp without torchrun, mode=none with it.
+
+def join_ranks(mode: str, timeout: float) -> Ranks:
+    """Find the other ranks, if torchrun started this process. `share` works from here on.
+
+    Raises ConfigError for mode=ddp without torchrun and for mode=none with it.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if mode == "ddp" and "WORLD_SIZE" not in os.environ:
         raise ConfigError(
-            "parallel.mode=ddp needs several processes: start with "
+            "parallel.mode=ddp: needs several processes; start with "
             "`torchrun --nproc_per_node=N train.py ...`"
         )
     if mode == "none" and world > 1:
-        raise ConfigError(f"parallel.mode=none, but torchrun started {world} processes")
+        raise ConfigError(
+            f"parallel.mode=none: but torchrun started {world} processes; remove --mode, or start "
+            "with python"
+        )
     _die_with_torchrun()
     if world == 1:
         return Ranks(timeout=timeout, launch=find_launch())
@@ -326,23 +366,26 @@ def join_ranks(mode: str, timeout: float) -> Ranks:
             f"rank {rank} waited for the store at {where} (MASTER_ADDR:MASTER_PORT), joining the "
             f"other ranks; {str(error).splitlines()[0]} (parallel.timeout={timeout:g} s)"
         ) from error
-    # After a restart by torchrun the store still holds the dead attempt's addresses.
+    # After a restart by torchrun the store still holds the addresses of the attempt that died.
     attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store = dist.PrefixStore(attempt, base)
-    pulse = Pulse(dist.PrefixStore(attempt, base.clone()), rank)  # one store is one thread's
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    ranks = Ranks(rank, world, local_rank, local_world, timeout=timeout, store=store, pulse=pulse)
-    ranks.launch = find_launch()
-    return ranks
+    return Ranks(
+        rank,
+        world,
+        int(os.environ.get("LOCAL_RANK", "0")),
+        int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        timeout=timeout,
+        store=dist.PrefixStore(attempt, base),
+        pulse=Pulse(dist.PrefixStore(attempt, base.clone()), rank),  # a store serves one thread
+        launch=find_launch(),
+    )
 
 
 def find_launch() -> Launch:
-    """Who started this process: torchrun's agent and run, Slurm's job.
+    """Find out who started this process: torchrun's agent and run, Slurm's job.
 
-    An id alone proves nothing, as two launches may have the same: torchrun's by its user's choice,
-    a job's where two commands are typed in it. It does once torchrun or Slurm says that it has
-    started this again. torchrun's agent, the parent process, is of one launch only.
+    An id alone is no proof, as two launches may share it: torchrun's is chosen by the user, and two
+    commands may run in one Slurm job. It is one once torchrun or Slurm says that it has restarted
+    this process. torchrun's agent, the parent process, belongs to one launch only.
     """
     env, names, proof = os.environ, [], []
     run_id = env.get("TORCHELASTIC_RUN_ID")
@@ -361,35 +404,40 @@ def find_launch() -> Launch:
 
 
 def _began(pid: int) -> str:
-    """When a process began, in ticks since the machine did: its number may be used again."""
+    """Return when a process began, in ticks since boot: its number may be used again later."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):  # no Linux
+    except (OSError, IndexError):  # not on Linux
         return "?"
 
 
 def _die_with_torchrun() -> None:
-    """Be told to stop when torchrun is killed. Only under torchrun: else nohup would not work."""
+    """Get SIGTERM when torchrun is killed. Under torchrun only: otherwise nohup would not work."""
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
-    # It may be dead already; then init has inherited us (in a container init may be torchrun).
+    # If it is dead already, init is our parent now (in a container torchrun itself may be init).
     if os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes():
         raise LostRank("torchrun has been killed")
 
 
+# What a rank computes on
+
+
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """auto: this rank's GPU, else Apple's, else the CPU. Raises ConfigError if it is not there."""
+    """Return the device; for auto this rank's GPU, else Apple's, else the CPU.
+
+    Raises ConfigError if it is not there.
+    """
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_mps = torch.backends.mps.is_available()
     if name == "auto":
-        if n_gpus:
-            return pick_device("cuda", local_rank)
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        name = "cuda" if n_gpus else "mps" if has_mps else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"run.device={name}: allowed are auto, cpu, cuda, cuda:N, mps") from None
+        raise ConfigError(f"run.device={name}: must be auto, cpu, cuda, cuda:N or mps") from None
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
         if index >= n_gpus:
@@ -398,28 +446,29 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
                 "Use --device=cpu, or fewer processes"
             )
         return torch.device("cuda", index)
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("run.device=mps: torch sees no Apple GPU here. Use --device=cpu")
+    if device.type == "mps" and not has_mps:
+        raise ConfigError("run.device=mps: torch sees no Apple GPU here; use --device=cpu")
     return device
 
 
-def make_cublas_deterministic() -> None:
-    """Let cuBLAS give the same bits each time; to be called before the GPU computes anything."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def pick_backend(device: torch.device, say: Say = print) -> str:
-    """nccl between GPUs where this torch has it, else gloo."""
+def pick_backend(device: torch.device, announce: bool = True) -> str:
+    """Return nccl between GPUs if this torch has it, else gloo."""
     if device.type != "cuda":
         return "gloo"
     if dist.is_nccl_available():
         return "nccl"
-    say("note: this torch has no nccl; ranks talk through gloo, which is slower")
+    if announce:
+        print("note: this torch was built without nccl; using gloo, which is slower")
     return "gloo"
 
 
 def default_threads(local_world: int) -> int:
-    """CPU threads for this process: the cores it may use, shared among this machine's ranks."""
+    """Return the CPU threads of this process: its share of the cores that it may use."""
     if local_world == 1:  # torch's choice: one per physical core, or OMP_NUM_THREADS
         return min(torch.get_num_threads(), usable_cores())
     return max(1, usable_cores() // local_world)
+
+
+def make_cublas_deterministic() -> None:
+    """Make cuBLAS give the same bits each time. Must run before the GPU computes anything."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

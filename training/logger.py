@@ -12,7 +12,7 @@ from typing import Any
 
 from cli.files import named_in_errors, replace_file
 from training.console import Console
-from training.folder import next_attempt
+from training.metrics import next_attempt
 
 
 class RunLogger:

@@ -26,11 +26,11 @@ from model.loss import IGNORE_INDEX
 from training.budget import UNFITTED
 from training.config import Config
 from training.console import Console
+from training.dataset import Data
 from training.device import Precision
 from training.logger import RunLogger
 from training.report.history import SNAPSHOTS, History
 from training.report.page import try_report
-from training.startup import Data
 from training.step import Setup
 
 # Four things worth telling at once while a run goes on, each once, from what is logged anyway.

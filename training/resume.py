@@ -1,4 +1,4 @@
-"""Rules of a resume: which options change, which stay as the run has them, and what is refused.
+"""Begin a run or resume the one in its folder: what a resume changes, keeps and refuses.
 
 A run keeps the value of every option that the command does not mention. A command asks for a change
 if it types an option with another value than at earlier starts, or if the config file says
@@ -7,13 +7,47 @@ something else than at the last start. The option's kind decides whether the cha
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from cli.options import typed_text
-from training.config import FULL_NAMES, Config, differences, seconds_of, values_of, with_values
+from cli.options import ConfigError, typed_text
+from training.budget import lengthened, next_factor, open_budget
+from training.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    TrainState,
+    config_of,
+    load_checkpoint,
+    load_model_tensors,
+)
+from training.config import (
+    FULL_NAMES,
+    Config,
+    differences,
+    from_json,
+    seconds_of,
+    to_json,
+    values_of,
+    with_values,
+)
+from training.console import Console
+from training.dataset import Data
+from training.distributed import Ranks
+from training.folder import (
+    WRITTEN,
+    check_own,
+    has_stepped,
+    lock_folder,
+    mark_cleared,
+    move_aside,
+    was_cleared,
+)
+from training.step import Setup
+from training.weights import inherit_model, load_first_weights, with_inherited_tokenizer
 
 # How a resumed run treats another value of an option. Each option names its kind after its help.
 KINDS = {
@@ -177,3 +211,147 @@ def resume_notes(saved: Config, asked: Config, unsaved: Config | None = None) ->
             f"dropped, as nothing was saved since the start that used it: {_as_typed(lost)}"
         )
     return lines
+
+
+# The run's folder
+
+
+def open_run(
+    config: Config, ranks: Ranks, stack: contextlib.ExitStack, console: Console
+) -> tuple[Config, Path | None]:
+    """Lock the run's folder, and decide whether to begin a run or to resume the one in it.
+
+    Returns the config to train with, and the checkpoint to resume from, if any. The folder stays
+    locked until `stack` closes. Raises ConfigError if it holds files that are not a run's or a run
+    with different settings, FolderHeld if another process trains in it.
+    """
+    folder = Path(config.run.out_dir)
+
+    def decide() -> dict[str, str]:
+        stack.enter_context(lock_folder(folder))
+        cleared = was_cleared(folder, ranks.launch.proof)
+        if config.run.overwrite and not cleared:  # see clear_folder
+            return {"config": to_json(_begin(config, console)), "checkpoint": ""}
+        if config.run.overwrite:
+            console.print(
+                f"restarted: this launch has already moved the old run aside; resuming in {folder}"
+            )
+        now, checkpoint = _begin_or_resume(config, folder, console)
+        return {"config": to_json(now), "checkpoint": str(checkpoint.path) if checkpoint else ""}
+
+    found = ranks.share(decide, "opening the run's folder")
+    checkpoint = Path(found["checkpoint"]) if found["checkpoint"] else None
+    return from_json(found["config"]), checkpoint
+
+
+def _begin(config: Config, console: Console) -> Config:
+    open_budget(config.run, TrainState())  # raises now if the run in fits:RUN is not there
+    return inherit_model(config, console.print)
+
+
+def _begin_or_resume(
+    config: Config, folder: Path, console: Console
+) -> tuple[Config, Checkpoint | None]:
+    check_own(folder)
+    checkpoints = Checkpoints(folder / "checkpoints", console.print)
+    checkpoints.clean()
+    newest = checkpoints.newest()
+    if newest is not None:
+        checkpoints.mend_best(newest.state)
+    elif config.run.resume == "must":
+        raise ConfigError(f"run.resume=must: {folder} holds no checkpoint to resume from")
+    saved = config_of(newest) if newest is not None else _read_run_json(folder)
+    if saved is None:
+        return _begin(config, console), None
+    asked = config if newest is None else with_inherited_tokenizer(config, saved, newest)
+    stepped = has_stepped(folder) if newest is None else newest.state.step > 0
+    if not stepped and is_other_recipe(saved, asked):
+        console.print(f"{folder}: no step was taken in it; starting over with the new settings")
+        aside = newest is not None  # a checkpoint of the initial weights
+        return _begin(with_values(config, {"run.overwrite": aside}), console), None
+    if problems := resume_problems(saved, asked, can_resume=newest is not None):
+        raise ConfigError([f"{folder} holds a run with different settings:", *problems])
+    now = resumed(saved, asked)
+    open_budget(now.run, TrainState())
+    unsaved = None
+    if newest is not None:
+        with contextlib.suppress(OSError, ValueError):  # damaged: it is about to be replaced
+            unsaved = _read_run_json(folder)
+    rate_notes = _rate_notes(saved, now, newest.state) if newest is not None else []
+    for line in resume_notes(saved, asked, unsaved) + rate_notes:
+        console.print(line)
+    return now, newest
+
+
+def _read_run_json(folder: Path) -> Config | None:
+    """Return the config of the last start in this folder, None if there was none."""
+    path = folder / "run.json"
+    try:
+        return from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except ConfigError as error:
+        lines = [f"{folder}: {line}" for line in error.problems]
+        raise ConfigError([*lines, "to move the folder aside: --overwrite=true"]) from error
+
+
+# Options that the learning rate of the next step depends on.
+RATE_OPTIONS = {name for name, option in FULL_NAMES.items() if option.section == "schedule"}
+RATE_OPTIONS |= {"optim.lr", "optim.muon_lr", "run.max_steps", "run.time_budget"}
+
+
+def _rate_notes(saved: Config, config: Config, state: TrainState) -> list[str]:
+    """Return a line about the learning rate, if another length or schedule makes it jump."""
+    changed = {name for name, _, _ in differences(saved, config)} & RATE_OPTIONS
+    if state.step == 0 or not changed:
+        return []
+    now = replace(state, fits=lengthened(saved.run, config.run, state))
+    last = next_factor(saved, replace(state, step=state.step - 1))
+    first = next_factor(config, now)
+    old, new = saved.optim, config.optim
+    rates = f"{old.lr * last:.3g} in step {state.step}, {new.lr * first:.3g} in the next"
+    if new.optimizer == "muon":
+        rates += f" (Muon's: {old.muon_lr * last:.3g}, {new.muon_lr * first:.3g})"
+    return [f"learning rate: {rates}"]
+
+
+def clear_folder(
+    config: Config, ranks: Ranks, stack: contextlib.ExitStack, console: Console
+) -> None:
+    """With run.overwrite, move an old run aside, once per launch.
+
+    Called last before training, when no mistake in the command can be found any more.
+    """
+    folder = Path(config.run.out_dir)
+    if not ranks.first or not config.run.overwrite or was_cleared(folder, ranks.launch.proof):
+        return
+    if any((folder / name).exists() for name in WRITTEN):
+        console.print(f"moved the old run to {move_aside(folder)}")
+        if not (folder / ".lock").exists():  # it was moved with the folder
+            stack.enter_context(lock_folder(folder))
+    mark_cleared(folder, ranks.launch.names)
+
+
+def restore(
+    config: Config, path: Path | None, setup: Setup, data: Data, console: Console
+) -> TrainState:
+    """Load a checkpoint into model and optimizer, and return its state.
+
+    Without a checkpoint: the weights of run.init_from, if that is given, and a new state.
+    """
+    state = TrainState()
+    if path is not None:
+        checkpoint = load_checkpoint(path)
+        load_model_tensors(setup.model, checkpoint.model_tensors(), str(path))
+        setup.optimizers.load_state_tensors(checkpoint.optim_tensors())
+        if checkpoint.state.scaler and setup.scaler.is_enabled():
+            setup.scaler.load_state_dict(checkpoint.state.scaler)
+        here = setup.ranks.about
+        for name in ("world", "torch", "hardware"):
+            if (before := checkpoint.about.get(name)) != here[name]:
+                console.say(f"note: {name} was {before!r}, now {here[name]!r}")
+        console.say(f"resuming from {path}")
+        fits = lengthened(from_json(checkpoint.run).run, config.run, checkpoint.state)
+        state = replace(checkpoint.state, fits=fits)
+    elif config.run.init_from:
+        load_first_weights(setup.model, config.run.init_from, data.tokenizer)
+    setup.ranks.check_same(setup.model.parameters(), "weights")
+    return state

@@ -20,13 +20,13 @@ from training.budget import Budget, fitted, open_budget, steps_at
 from training.checkpoint import Checkpoints, TrainState, all_finite, model_tensors
 from training.config import Config, sections_of, to_json
 from training.console import Console
+from training.dataset import Data
 from training.device import model_flops_utilisation, peak_flops
 from training.evaluate import choose_windows, evaluate, windows_at_once
 from training.logger import RunLogger
 from training.observer import Observer
 from training.optimizer import lr_factor
 from training.signals import Interrupts
-from training.startup import Data, environment
 from training.step import NonFinite, Setup, StepMetrics, count_targets, train_step
 
 Batches = Iterator[Batch]
@@ -109,6 +109,15 @@ class Run:
         """At every interval, at the first and the last step, and beside every evaluation."""
         step, interval = self.state.step, self.config.log.interval
         return step == 1 or step % interval == 0 or self.stopping or self.evaluation_is_due
+
+
+def make_loader(config: Config, data: Data) -> BatchLoader:
+    return BatchLoader(
+        data.train,
+        seed=config.run.seed,
+        global_batch=config.data.global_batch,
+        micro_batch=config.data.micro_batch,
+    )
 
 
 @contextlib.contextmanager
@@ -318,7 +327,7 @@ def save(run: Run, best: bool = False) -> None:
         optim,
         to_json(run.config),
         run.data.checked_tokenizer(),
-        environment(setup.ranks, run.data),
+        {**run.data.about, **setup.ranks.about},
     )
     if best:
         run.checkpoints.set_best(state.step)

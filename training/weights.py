@@ -22,7 +22,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from model import huggingface
 from model.config import DROPOUTS, ModelConfig
 from model.gpt import GPT
-from training.checkpoint import MANIFEST, config_of, find_checkpoint, load_model_tensors
+from training.checkpoint import MANIFEST, Checkpoint, config_of, find_checkpoint, load_model_tensors
 from training.config import Config
 from training.device import pick_attention
 
@@ -165,6 +165,17 @@ def _inherited_tokenizer(config: Config, source: Weights) -> str:
     if asked != known.name:
         raise _other_tokenizer(asked, source, known)
     return theirs
+
+
+def with_inherited_tokenizer(config: Config, saved: Config, checkpoint: Checkpoint) -> Config:
+    """Return the config of a resume with the tokenizer that `inherit_model` gave the run, if the
+    config asks for it by its name (`char`, `bpe:N`)."""
+    own = saved.data.tokenizer
+    if not own.startswith("run:") or config.data.tokenizer == own:
+        return config
+    if load_tokenizer(checkpoint.path / "tokenizer").name != config.data.tokenizer:
+        return config
+    return replace(config, data=replace(config.data, tokenizer=own))
 
 
 def _has_tokenizer(source: Weights) -> bool:

@@ -14,7 +14,7 @@ from cli.options import ConfigError
 from data.prepare import prepare
 from tools.bench.table import show
 from training.config import load_config
-from training.folder import read_metrics
+from training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")

@@ -8,7 +8,7 @@
 A log can have millions of lines, so it is thinned while it is read: memory does not grow with its
 length, and spikes are kept. A process reads each line that it logs itself. Of a long log that it
 finds on disk it reads the evaluations, the events and some of the training steps
-(training/folder.py: read_spread).
+(training/metrics.py: read_spread).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from cli.options import ConfigError
 from training.config import Config, from_json
-from training.folder import STEP_MARK, read_spread
+from training.metrics import STEP_MARK, read_spread
 
 METRICS, SNAPSHOTS, REPORT = "metrics.jsonl", "snapshots.jsonl", "report.html"
 MOST_STRETCHES = 300  # per log; a long one has at least half as many
