@@ -1,4 +1,4 @@
-"""The same command again: it continues, says that it is finished, or refuses; nothing is lost."""
+"""The same command again: it resumes, reports a finished run, or refuses; nothing is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from training.metrics import read_metrics
 
 
 class Killed(BaseException):
-    """What ends a run at once, as a kill does."""
+    """Ends a run at once, as a kill does."""
 
 
 @pytest.fixture
@@ -57,11 +57,11 @@ def recipe(folder: Path) -> dict:
     return json.loads((folder / "run.json").read_text())
 
 
-# Going on
+# Resuming
 
 
 @pytest.mark.parametrize("step", [4, 6])
-def test_the_same_command_continues_to_the_same_bits(
+def test_the_same_command_resumes_to_the_same_bits(
     killed_at, train_tiny, trained_once, tmp_path, step
 ):
     folder = tmp_path / "killed"
@@ -78,7 +78,7 @@ def test_the_same_command_continues_to_the_same_bits(
     assert losses == wanted
 
 
-def test_a_run_on_ids_without_text_continues_to_the_same_bits_and_has_no_tokenizer_json(
+def test_a_run_on_ids_without_text_resumes_to_the_same_bits_and_has_no_tokenizer_json(
     train_tiny, tmp_path, command
 ):
     numbers = [(i * i + i // 7) % 23 for i in range(1500)]
@@ -98,31 +98,29 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(killed_at, train_
     killed_at(2, tmp_path, max_steps=4)
     assert not (tmp_path / "checkpoints").exists()
     assert train_tiny(tmp_path, max_steps=4) == 0
-    assert [e["attempt"] for e in read_metrics(tmp_path / "metrics.jsonl") if "loss" in e] == [
-        2
-    ] * 3
+    attempts = [e["attempt"] for e in read_metrics(tmp_path / "metrics.jsonl") if "loss" in e]
+    assert attempts == [2] * 3
 
 
-def test_a_run_without_checkpoints_is_not_advised_to_carry_on(trained, train_tiny):
-    """They may have been deleted to save space: what is left is no less the user's."""
+def test_a_run_without_checkpoints_is_refused_without_advice_to_resume(trained, train_tiny):
+    """They may have been deleted to save space: what is left still belongs to the user."""
     shutil.rmtree(trained / "checkpoints")
-    before = {path: path.read_bytes() for path in trained.iterdir() if path.name != ".lock"}
+    before = snapshot(trained)
     with pytest.raises(ConfigError) as caught:
         train_tiny(trained, lr=0.005)
     assert "--overwrite=true" in caught.value.problems[-1]
-    assert not any("--resume=must" in line for line in caught.value.problems)
-    assert {path: path.read_bytes() for path in before} == before
+    assert "--resume=must" not in str(caught.value)
+    assert snapshot(trained) == before
 
 
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "snapshots.jsonl", "report.html", "checkpoints/best"]
 )
-def test_a_folder_of_someone_else_is_refused_and_left_as_it_is(train_tiny, tmp_path, name):
+def test_a_folder_of_someone_else_is_refused_and_left_alone(train_tiny, tmp_path, name):
     for file in (name, "checkpoints/.tmp-mine/notes", "log.txt"):
         (tmp_path / "run" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / file).write_text("mine")
-    told = rf"holds .*{name.partition('/')[0]}.*, but no run.json: not a run's folder"
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=rf"holds .*{name.partition('/')[0]}.* but no run.json"):
         train_tiny(tmp_path / "run")
     for file in (name, "checkpoints/.tmp-mine/notes"):
         assert (tmp_path / "run" / file).read_text() == "mine"
@@ -130,38 +128,34 @@ def test_a_folder_of_someone_else_is_refused_and_left_as_it_is(train_tiny, tmp_p
     assert (tmp_path / "run.old" / name).read_text() == "mine"
 
 
-def test_a_log_in_the_folder_is_no_hindrance(train_tiny, tmp_path):
+def test_a_log_in_the_folder_does_not_matter(train_tiny, tmp_path):
     (tmp_path / "log.txt").write_text("mine")
     assert train_tiny(tmp_path, max_steps=2) == 0
     assert (tmp_path / "log.txt").read_text() == "mine"
 
 
-def test_a_damaged_run_json_is_named_with_the_way_on(train_tiny, tmp_path):
+def test_a_damaged_run_json_is_named_with_what_to_do(train_tiny, tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(ConfigError) as caught:
         train_tiny(tmp_path)
-    damage, way_on = caught.value.problems
+    damage, advice = caught.value.problems
     assert damage.startswith(f"{tmp_path}: run.json is not JSON: ")
-    assert way_on == "to move the folder aside: --overwrite=true"
+    assert "--overwrite=true" in advice
     assert train_tiny(tmp_path, overwrite=True, max_steps=2) == 0
 
 
-def test_a_finished_run_says_so_and_is_left_as_it_is(trained, train_tiny, capsys):
+def test_a_finished_run_is_reported_and_left_alone(trained, train_tiny, capsys):
     before = snapshot(trained)
-    assert train_tiny(trained) == 0
-    out = capsys.readouterr().out
-    assert f"{trained} is finished at step 8: all steps done; validation loss" in out
-    assert f"python sample.py {trained}" in out
-    assert "--max_steps=16" in out and "--resume=must" not in out
+    for options in ({}, {"quiet": True}):
+        assert train_tiny(trained, **options) == 0
+        out = capsys.readouterr().out
+        assert out.count(f"{trained} is finished at step 8: all steps done; validation loss") == 1
+        assert f"python sample.py {trained}" in out
+        assert "--max_steps=16" in out and "--resume=must" not in out
     assert snapshot(trained) == before
 
 
-def test_a_finished_run_says_so_in_quiet_too(trained, train_tiny, capsys):
-    assert train_tiny(trained, quiet=True) == 0
-    assert capsys.readouterr().out.count("is finished at step 8") == 1
-
-
-def test_what_no_update_depends_on_may_differ(trained, train_tiny):
+def test_options_that_change_no_weights_may_differ(trained, train_tiny):
     assert train_tiny(trained, interval=1, keep_checkpoints=5, eval_interval=3) == 0
 
 
@@ -180,7 +174,7 @@ def test_what_no_update_depends_on_may_differ(trained, train_tiny):
         ({"global_batch": 8, "lr": 1}, ["data.global_batch: the run has 4", "optim.lr: the run"]),
     ],
 )
-def test_another_recipe_is_refused_with_the_ways_on(trained, train_tiny, options, told):
+def test_different_settings_are_refused_with_what_to_do(trained, train_tiny, options, told):
     before = snapshot(trained)
     with pytest.raises(ConfigError) as caught:
         train_tiny(trained, **options)
@@ -189,7 +183,7 @@ def test_another_recipe_is_refused_with_the_ways_on(trained, train_tiny, options
     assert snapshot(trained) == before
 
 
-def test_data_that_has_changed_is_refused_and_the_runs_own_stays(train_tiny, tmp_path, capsys):
+def test_changed_data_is_refused_and_the_runs_own_stays(train_tiny, tmp_path, capsys):
     text, run = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("abcdefgh\n" * 60)
     options = {"source": text, "prepared_dir": tmp_path / "prepared", "max_steps": 4}
@@ -208,7 +202,7 @@ def test_data_that_has_changed_is_refused_and_the_runs_own_stays(train_tiny, tmp
     text.write_text("abcdefhg\n" * 60)
     capsys.readouterr()
     assert train_tiny(tmp_path / "must", **options, checkpoint_interval=2, resume="must") == 0
-    assert "going on with the run's own data" in capsys.readouterr().out
+    assert "resuming with the run's own data" in capsys.readouterr().out
     ends = [
         (folder / "checkpoints/step-4/model.safetensors").read_bytes()
         for folder in (run, tmp_path / "must")
@@ -216,44 +210,33 @@ def test_data_that_has_changed_is_refused_and_the_runs_own_stays(train_tiny, tmp
     assert ends[0] == ends[1]
 
 
-def test_data_whose_folder_is_gone_too_is_compared_by_its_fingerprint(train_tiny, tmp_path):
+@pytest.mark.parametrize("new_text", ["abcdefhg\n" * 60, "abcdefgh\n" * 60 + "xyz"])
+@pytest.mark.parametrize("prepared_is_there", [True, False])
+def test_changed_data_is_named_and_not_a_vocabulary_that_follows_from_it(
+    train_tiny, tmp_path, new_text, prepared_is_there
+):
+    """Without the run's prepared data, it is told by its fingerprint."""
     text, run = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("abcdefgh\n" * 60)
     options = {"source": text, "prepared_dir": tmp_path / "prepared"}
     train_tiny(run, **options, max_steps=2)
-    shutil.rmtree(tmp_path / "prepared")
-    text.write_text("abcdefhg\n" * 60)
+    if not prepared_is_there:
+        shutil.rmtree(tmp_path / "prepared")
+    text.write_text(new_text)
     before = snapshot(run)
-    with pytest.raises(ConfigError, match="was trained on other data.*--overwrite=true"):
+    with pytest.raises(ConfigError) as caught:
         train_tiny(run, **options, max_steps=4)
+    assert "trained on" in str(caught.value) and "--overwrite=true" in str(caught.value)
+    assert "vocab_size" not in str(caught.value)
     assert snapshot(run) == before
     text.write_text("abcdefgh\n" * 60)
     assert train_tiny(run, **options, max_steps=4) == 0
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_source_with_a_new_character_is_other_data_not_a_vocabulary_that_was_never_set(
-    train_tiny, tmp_path, is_there
-):
-    text, run = tmp_path / "text.txt", tmp_path / "run"
-    text.write_text("abcdefgh\n" * 60)
-    options = {"source": text, "prepared_dir": tmp_path / "prepared"}
-    train_tiny(run, **options, max_steps=2)
-    text.write_text("abcdefgh\n" * 60 + "xyz")
-    if not is_there:
-        shutil.rmtree(tmp_path / "prepared")
-    before = snapshot(run)
-    with pytest.raises(ConfigError) as caught:
-        train_tiny(run, **options, max_steps=4)
-    assert "vocab_size" not in str(caught.value)
-    assert "--overwrite=true" in str(caught.value)
-    assert snapshot(run) == before
-
-
 # With new values
 
 
-def test_resume_must_carries_on_with_new_values(trained, train_tiny):
+def test_resume_must_continues_with_new_values(trained, train_tiny):
     assert train_tiny(trained, resume="must", max_steps=12, lr=0.002, schedule="constant") == 0
     rates = {e["step"]: e["lr"] for e in read_metrics(trained / "metrics.jsonl") if "lr" in e}
     assert rates[12] == 0.002
@@ -261,7 +244,7 @@ def test_resume_must_carries_on_with_new_values(trained, train_tiny):
     assert (trained / "checkpoints/step-12").is_dir()
     assert recipe(trained)["run"]["max_steps"] == 12
     assert recipe(trained)["optim"]["lr"] == 0.002
-    assert train_tiny(trained, max_steps=12, lr=0.002, schedule="constant") == 0  # the recipe now
+    assert train_tiny(trained, max_steps=12, lr=0.002, schedule="constant") == 0  # no longer new
 
 
 def test_resume_must_needs_something_to_resume(train_tiny, tmp_path):
@@ -271,24 +254,20 @@ def test_resume_must_needs_something_to_resume(train_tiny, tmp_path):
 
 @pytest.fixture
 def start_tiny(tiny_argv):
-    """start_tiny(out_dir, "--name=value", ...): a start that types little: what a tiny run is lies
-    in a config file of its own."""
+    """start_tiny(out_dir, "--name=value", ...): a start that types few options; those of a tiny
+    run are in a config file."""
 
     def start(out_dir: Path, *typed: str, **in_file) -> int:
         argv = tiny_argv(out_dir, **in_file)
         options = dict(word.removeprefix("--").split("=", 1) for word in argv[1:])
+        values = {
+            OPTIONS[name].full_name: parse_value(OPTIONS[name].annotation, text, name)
+            for name, text in options.items()
+        }
         path = out_dir.parent / "mine.py"
-        lines = [
-            "from dataclasses import replace",
-            "from training.config import *",
-            "config = Config()",
-        ]
-        for name, text in options.items():
-            option = OPTIONS[name]
-            value = parse_value(option.annotation, text, name)
-            section = f"replace(config.{option.section}, {name}={value!r})"
-            lines.append(f"config = replace(config, {option.section}={section})")
-        path.write_text("\n".join(lines))
+        path.write_text(
+            "from training.config import *\n" + f"config = with_values(Config(), {values!r})\n"
+        )
         with mock.patch("training.screen.SAMPLE_TOKENS", 10):
             return train.main([str(path), *typed])
 
@@ -299,7 +278,7 @@ def rates(folder: Path) -> dict[int, float]:
     return {e["step"]: e["lr"] for e in read_metrics(folder / "metrics.jsonl") if "lr" in e}
 
 
-def test_what_was_typed_before_stays_and_a_longer_run_says_what_the_rate_does(
+def test_options_typed_before_stay_and_a_longer_run_reports_the_learning_rate(
     start_tiny, tmp_path, capsys
 ):
     run = tmp_path / "run"
@@ -321,7 +300,7 @@ def test_what_was_typed_before_stays_and_a_longer_run_says_what_the_rate_does(
     assert in_file["optim.lr"] == 0.01 and in_file["log.interval"] == 2
 
 
-def test_an_edited_config_file_is_refused_and_taken_when_told(start_tiny, tmp_path, capsys):
+def test_an_edited_config_file_is_refused_and_accepted_with_must(start_tiny, tmp_path, capsys):
     run = tmp_path / "run"
     assert start_tiny(run, "--max_steps=4") == 0
     before = snapshot(run)
@@ -332,10 +311,10 @@ def test_an_edited_config_file_is_refused_and_taken_when_told(start_tiny, tmp_pa
     assert start_tiny(run, "--max_steps=6", "--resume=must", lr=0.002) == 0
     assert "optim.lr=0.002" in capsys.readouterr().out
     assert recipe(run)["optim"]["lr"] == 0.002
-    assert start_tiny(run, lr=0.002) == 0  # the recipe now
+    assert start_tiny(run, lr=0.002) == 0  # no longer new
 
 
-def test_a_longer_time_budget_goes_on_with_a_finished_run(start_tiny, tmp_path, capsys):
+def test_a_longer_time_budget_resumes_a_finished_run(start_tiny, tmp_path, capsys):
     run = tmp_path / "run"
     assert start_tiny(run, "--time_budget=0.3s", "--eval_interval=1000") == 0
     steps = json.loads(find_state(run).read_text())["step"]
@@ -355,7 +334,7 @@ def find_state(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("at_the_end", [False, True])
-def test_a_run_that_ended_early_goes_on_as_it_is_advised(
+def test_a_run_that_ended_early_is_resumed_by_the_printed_command(
     start_tiny, tmp_path, capsys, monkeypatch, at_the_end
 ):
     run, losses = tmp_path / "run", iter([2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0])
@@ -406,7 +385,7 @@ def test_a_start_that_fails_before_its_first_step_does_not_lock_the_folder(
     assert list(rates(run)) == [1, 2]
 
 
-def test_a_checkpoint_of_no_step_goes_on_or_is_moved_aside_for_another_recipe(
+def test_a_checkpoint_of_no_step_is_resumed_or_moved_aside_for_other_settings(
     start_tiny, tmp_path, monkeypatch, capsys
 ):
     run = tmp_path / "run"
@@ -424,10 +403,10 @@ def test_a_checkpoint_of_no_step_goes_on_or_is_moved_aside_for_another_recipe(
     assert (tmp_path / "run.old/checkpoints/step-0").is_dir()
     capsys.readouterr()
     assert start_tiny(kept, "--max_steps=4") == 0
-    assert "going on from" in capsys.readouterr().out
+    assert "resuming from" in capsys.readouterr().out
 
 
-def test_a_mistake_in_the_time_budget_leaves_the_folder_as_it_is(trained, train_tiny, tmp_path):
+def test_a_mistake_in_the_time_budget_leaves_the_folder_alone(trained, train_tiny, tmp_path):
     new, before = tmp_path / "new", snapshot(trained)
     for folder, options in (
         (new, {}),
@@ -441,7 +420,7 @@ def test_a_mistake_in_the_time_budget_leaves_the_folder_as_it_is(trained, train_
     assert train_tiny(new, max_steps=2) == 0
 
 
-# Anew
+# Starting over
 
 
 def test_overwrite_moves_the_old_run_aside(trained, train_tiny, capsys):
@@ -465,7 +444,7 @@ def test_a_mistake_moves_nothing_aside(trained, train_tiny, mistake):
     assert [p.name for p in trained.parent.iterdir()] == ["tiny"]
 
 
-def test_overwrite_in_an_empty_place_is_a_plain_start(train_tiny, tmp_path):
+def test_overwrite_of_nothing_is_a_plain_start(train_tiny, tmp_path):
     assert train_tiny(tmp_path / "new", overwrite=True, max_steps=2) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["new"]
 
@@ -479,7 +458,7 @@ def test_overwrite_in_the_working_directory_leaves_all_else(trained, train_tiny,
     del before["mine.txt"]
     assert snapshot(trained / "old") == before
     assert recipe(trained)["run"]["max_steps"] == 2
-    assert train_tiny(Path("."), max_steps=2) == 0  # finished, and given free
+    assert train_tiny(Path("."), max_steps=2) == 0  # finished, and unlocked
 
 
 def test_overwrite_through_a_link_stays_on_its_disk(trained, train_tiny, tmp_path):
@@ -491,7 +470,7 @@ def test_overwrite_through_a_link_stays_on_its_disk(trained, train_tiny, tmp_pat
     assert snapshot(trained.parent / "tiny.old") == before
 
 
-# Started again by torchrun or a batch system: (at first, again)
+# Restarted by torchrun or a batch system: (at first, again)
 AGAIN = {
     "by torchrun's agent": (
         {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"},
@@ -517,7 +496,7 @@ AGAIN = {
         },
     ),
 }  # fmt: skip
-ANEW = {
+NEW = {
     "typed": ({}, {}),
     "another torchrun": (
         {"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none", "agent": "other"},
@@ -560,11 +539,11 @@ def test_a_launch_overwrites_once(trained, launched, capsys, at_first, again):
     capsys.readouterr()
     launched(again, trained, max_steps=2)
     out = capsys.readouterr().out
-    assert "--overwrite=true was done by this launch" in out and "finished at step 2" in out
+    assert "restarted: " in out and "finished at step 2" in out
     assert sorted(path.name for path in trained.parent.iterdir()) == ["tiny", "tiny.old"]
 
 
-@pytest.mark.parametrize(("at_first", "again"), ANEW.values(), ids=ANEW)
+@pytest.mark.parametrize(("at_first", "again"), NEW.values(), ids=NEW)
 def test_another_launch_overwrites_again(trained, launched, at_first, again):
     for started in (at_first, again):
         launched(started, trained, max_steps=2)
@@ -572,9 +551,7 @@ def test_another_launch_overwrites_again(trained, launched, at_first, again):
     assert sorted(names) == ["tiny", "tiny.old", "tiny.old-1"]
 
 
-def test_a_launch_that_was_killed_goes_on_from_its_own_checkpoint(
-    trained, launched, killed_at, monkeypatch
-):
+def test_a_killed_launch_resumes_from_its_own_checkpoint(trained, launched, killed_at, monkeypatch):
     started = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
     with monkeypatch.context() as patch:
         patch.setattr("training.distributed._die_with_torchrun", lambda: None)
