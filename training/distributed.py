@@ -132,6 +132,9 @@ class Ranks:
                     world_size=self.world,
                     timeout=timedelta(seconds=self.timeout),
                 )
+            # Gloo connects pair by pair: a rank that failed now, with a message of its own, would
+            # look like a lost one to a rank that is still connecting.
+            self.meet("joining the other ranks")
 
     # Through the store: waits as long as the others give signs of life
 
