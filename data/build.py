@@ -30,8 +30,8 @@ from data.meta import (
     write_meta,
 )
 from data.prepared import SOURCE_FILE, Stamp, key_of, looks_unchanged, partial_folder, stamps_of
-from data.readers import How, Piece, form_of
-from data.sources import Read, Source, Split, is_chosen, parts_of, resolve_split
+from data.readers import Piece, ReadOptions, form_of
+from data.sources import ReadCounts, Source, Split, is_chosen, parts_of, resolve_split
 from data.tokenizer import (
     END_OF_TEXT,
     Tokenizer,
@@ -56,7 +56,7 @@ class Plan:
 
     config: DataConfig
     sources: list[Source]
-    how: How
+    how: ReadOptions
     splits: list[Split]
     tokenizer: Tokenizer | None  # None: made from the text
 
@@ -65,9 +65,9 @@ class Plan:
         """The weights of the sources that train; they come before those that only validate."""
         return [weight for _, weight in parts_of(self.config) if weight]
 
-    def pieces(self, source: Source, read: Read | None = None) -> Iterator[Piece]:
-        """Yield the documents of one source; `read` counts what is found."""
-        return source.pieces(self.how, read)
+    def pieces(self, source: Source, counts: ReadCounts | None = None) -> Iterator[Piece]:
+        """Yield the documents of one source; `counts` counts what is found."""
+        return source.pieces(self.how, counts)
 
 
 def make_plan(
@@ -76,7 +76,7 @@ def make_plan(
     """Decide how each source is split. Raises ConfigError for a source without text."""
     is_ids = config.tokenizer.startswith("ids:")
     n_ids = int(config.tokenizer.removeprefix("ids:")) if is_ids else 0
-    how = How(config.text_field, config.errors, config.separator, n_ids)
+    how = ReadOptions(config.text_field, config.errors, config.separator, n_ids)
     _check_applies(how, sources)
     splits = []
     for source in sources:
@@ -92,10 +92,12 @@ def make_plan(
     return plan
 
 
-def _check_applies(how: How, sources: list[Source]) -> None:
+def _check_applies(how: ReadOptions, sources: list[Source]) -> None:
     """Raise ConfigError for an option that applies to no file of the sources."""
     files = [file for source in sources for file in source.files]
-    typed = how.text_field != How().text_field and all(source.files for source in sources)  # no hub
+    typed = how.text_field != ReadOptions().text_field and all(
+        source.files for source in sources
+    )  # no hub
     if typed and all(form_of(file, how) in ("text", "ids") for file in files):
         raise ConfigError(
             f"data.text_field={how.text_field}: no file of the source has fields, all are plain "
@@ -116,7 +118,7 @@ def _check_ids(config: DataConfig, source: Source, tokenizer: Tokenizer | None) 
         )
 
 
-def _split(config: DataConfig, source: Source, how: How) -> Split:
+def _split(config: DataConfig, source: Source, how: ReadOptions) -> Split:
     if source.validates:
         return Split("only", 1)
     if config.val_source:
@@ -273,9 +275,9 @@ class Build:
                 if self.journal.complete[number]:
                     bar.update(source.size)
                     continue
-                read = Read(_end_texts(self.tokenizer))
-                self._write_shards(number, self._encoded(number, bar, read), shard_bytes)
-                for line in read.lines(self.plan.config.separator):
+                counts = ReadCounts(_end_texts(self.tokenizer))
+                self._write_shards(number, self._encoded(number, bar, counts), shard_bytes)
+                for line in counts.lines(self.plan.config.separator):
                     self.say(f"{source.spec}: {line}")
             if bar.total:
                 bar.update(bar.total - bar.n)
@@ -292,7 +294,7 @@ class Build:
             os.rename(self.partial / "tokenizer.tmp", path)
         return load_tokenizer(path)
 
-    def _encoded(self, number: int, bar: Any, read: Read) -> Iterator[Encoded]:
+    def _encoded(self, number: int, bar: Any, counts: ReadCounts) -> Iterator[Encoded]:
         """Yield the ids of one source, task by task, except for the tasks that are done."""
         plan, skip = self.plan, self.journal.tasks[number]
         source, split = plan.sources[number], plan.splits[number]
@@ -300,7 +302,7 @@ class Build:
             ids = encoded_ids(source, split, self.tokenizer, self.dtype, plan.config.ids)
             results: Iterator[Encoded] = islice(ids, skip, None)
         else:
-            tasks = grouped(split.parts(plan.pieces(source, read)))
+            tasks = grouped(split.parts(plan.pieces(source, counts)))
             for _ in range(skip):
                 bar.update(sum(part.read for part in next(tasks)))
             encode = bind(encode_task, self.partial / "tokenizer", self.dtype)

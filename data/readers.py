@@ -88,7 +88,7 @@ class Row(NamedTuple):
     read: int  # bytes of the file that were read for it
 
 
-class How(NamedTuple):
+class ReadOptions(NamedTuple):
     """The options that decide which text a file holds."""
 
     text_field: str = "text"
@@ -114,7 +114,7 @@ def kind_of(file: Path) -> str:
     return STRUCTURED.get(suffix, "text" if is_text else "json")
 
 
-def form_of(file: Path, how: How) -> str:
+def form_of(file: Path, options: ReadOptions) -> str:
     """Return how a file is read: its kind, where "json" has become "jsonl", "values" or "text"."""
     kind = kind_of(file)
     if kind != "json":
@@ -125,12 +125,12 @@ def form_of(file: Path, how: How) -> str:
     if _is_object(head):
         return "jsonl"
     try:
-        value = next(_json_items(file, how), Row("", None, 0)).value
+        value = next(_json_items(file, options), Row("", None, 0)).value
     except ConfigError:
         return "text"
     if head[:1] == b"[":
         return "values" if isinstance(value, (dict, str, list)) else "text"
-    return "values" if isinstance(value, dict) and how.text_field in value else "text"
+    return "values" if isinstance(value, dict) and options.text_field in value else "text"
 
 
 def looks_like_lines(file: Path) -> bool:
@@ -159,23 +159,23 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def file_pieces(file: Path, how: How, form: str | None = None) -> Iterator[Piece]:
+def file_pieces(file: Path, options: ReadOptions, form: str | None = None) -> Iterator[Piece]:
     """Yield the documents of a file. Raises ConfigError for damage, with byte offset or row."""
-    form = form or form_of(file, how)
+    form = form or form_of(file, options)
     if form == "text":
-        text = normalized(text_chunks(file, how))
-        separator = how.separator.replace("\r\n", "\n").replace("\r", "\n")
+        text = normalized(text_chunks(file, options))
+        separator = options.separator.replace("\r\n", "\n").replace("\r", "\n")
         pieces = cut(split_documents(text, separator))
-        yield from _pieces_of_numbers(pieces, file, how.n_ids) if how.n_ids else pieces
+        yield from _pieces_of_numbers(pieces, file, options.n_ids) if options.n_ids else pieces
         return
     unreported = 0  # bytes of rows that hold no text
-    for name, value, read in READERS[form](file, how):
+    for name, value, read in READERS[form](file, options):
         unreported += read
-        if how.n_ids:
-            ids = ids_of([] if value is None else value, how.n_ids, name)
+        if options.n_ids:
+            ids = ids_of([] if value is None else value, options.n_ids, name)
             pieces = cut([(characters_of(ids), unreported, True)])
         else:
-            pieces = row_pieces(as_text(value, how, name), unreported)
+            pieces = row_pieces(as_text(value, options, name), unreported)
         for piece in pieces:
             yield piece
             unreported = 0
@@ -272,10 +272,10 @@ def pyarrow_for(file: Path) -> Any:
 # Text
 
 
-def text_chunks(file: Path, how: How) -> Iterator[tuple[str, int]]:
+def text_chunks(file: Path, options: ReadOptions) -> Iterator[tuple[str, int]]:
     """Yield (text, bytes read) of a text file. Raises ConfigError if it is not text, and for
     invalid UTF-8 or NUL bytes unless errors=replace."""
-    return decoded(_checked(file, how.errors), file, how.errors)
+    return decoded(_checked(file, options.errors), file, options.errors)
 
 
 def _checked(file: Path, errors: str) -> Iterator[tuple[bytes, int]]:
@@ -418,19 +418,19 @@ def check_field(text_field: str, fields: Iterable[str], name: str) -> None:
         )
 
 
-def as_text(value: Any, how: How, name: str) -> str:
+def as_text(value: Any, options: ReadOptions, name: str) -> str:
     """Return the text of a row; "" for null. Raises ConfigError if it is not text, and for half a
     surrogate pair, which JSON can spell, unless errors=replace."""
     if value is not None and not isinstance(value, str):
         raise ConfigError(
-            f"{name}: field {how.text_field!r} holds {type(value).__name__}, not text"
+            f"{name}: field {options.text_field!r} holds {type(value).__name__}, not text"
         )
     text = value or ""
     try:
         text.encode("utf-8")
         return text
     except UnicodeEncodeError as error:
-        if how.errors == "strict":
+        if options.errors == "strict":
             raise ConfigError(
                 f"{name}: character {error.start} of the text is U+{ord(text[error.start]):04X}, "
                 "half of a surrogate pair: repair it, or replace it by U+FFFD with --errors=replace"
@@ -463,16 +463,16 @@ def _too_long(name: str) -> ConfigError:
     )
 
 
-def json_lines(file: Path, how: How) -> Iterator[Row]:
+def json_lines(file: Path, options: ReadOptions) -> Iterator[Row]:
     """Yield a row per line that is not blank."""
     offset = 0
-    lines = _lines(decoded(chunks(file), file, how.errors), file)
+    lines = _lines(decoded(chunks(file), file, options.errors), file)
     for number, (line, read) in enumerate(lines, start=1):
         text = line.removeprefix("\ufeff") if number == 1 else line
         if text.strip():
             name = f"{file}, line {number}"
             try:
-                value = field_of(json.loads(text), how.text_field, name)
+                value = field_of(json.loads(text), options.text_field, name)
             except RecursionError:
                 raise ConfigError(f"{name} (offset {offset}): nested too deeply") from None
             except json.JSONDecodeError as error:
@@ -481,16 +481,16 @@ def json_lines(file: Path, how: How) -> Iterator[Row]:
         offset += len(line.encode("utf-8")) + 1
 
 
-def json_values(file: Path, how: How) -> Iterator[Row]:
+def json_values(file: Path, options: ReadOptions) -> Iterator[Row]:
     """Yield a row per item of an array, or per value of several that follow each other."""
-    for name, value, read in _json_items(file, how):
-        yield Row(name, field_of(value, how.text_field, name), read)
+    for name, value, read in _json_items(file, options):
+        yield Row(name, field_of(value, options.text_field, name), read)
 
 
-def _json_items(file: Path, how: How) -> Iterator[Row]:
+def _json_items(file: Path, options: ReadOptions) -> Iterator[Row]:
     """Yield the values themselves, in time linear in the file: whenever a value does not end within
     the buffer, the buffer grows to at least twice its size."""
-    decoder, text = json.JSONDecoder(), decoded(chunks(file), file, how.errors)
+    decoder, text = json.JSONDecoder(), decoded(chunks(file), file, options.errors)
     buffer, at, number, in_array, read = "", 0, 0, False, 0
     while True:
         at = _BETWEEN.match(buffer, at).end()
@@ -544,13 +544,13 @@ def _take(text: Iterator[tuple[str, int]], size: int) -> tuple[str, int]:
     return "".join(parts), read
 
 
-def delimited_rows(file: Path, how: How) -> Iterator[Row]:
+def delimited_rows(file: Path, options: ReadOptions) -> Iterator[Row]:
     """Yield the rows of a .csv or .tsv file, whose first line names the columns."""
     read = number = 0
 
     def lines() -> Iterator[str]:
         nonlocal read
-        for line, n in _lines(normalized(text_chunks(file, how)), file):
+        for line, n in _lines(normalized(text_chunks(file, options)), file):
             read += n
             yield line + "\n"
 
@@ -560,7 +560,7 @@ def delimited_rows(file: Path, how: How) -> Iterator[Row]:
         header = next(table, None)
         if header is None:
             return
-        check_field(how.text_field, header, str(file))
+        check_field(options.text_field, header, str(file))
         for row in table:
             number += 1
             if not row:
@@ -568,29 +568,29 @@ def delimited_rows(file: Path, how: How) -> Iterator[Row]:
             name = f"{file}, row {number} (line {table.line_num})"
             if len(row) != len(header):
                 raise ConfigError(f"{name}: has {len(row)} columns, the first line {len(header)}")
-            yield Row(name, row[header.index(how.text_field)], read)
+            yield Row(name, row[header.index(options.text_field)], read)
             read = 0
     except csv.Error as error:
         raise ConfigError(f"{file}, line {table.line_num}: cannot be read: {error}") from None
 
 
-def parquet_rows(file: Path, how: How) -> Iterator[Row]:
+def parquet_rows(file: Path, options: ReadOptions) -> Iterator[Row]:
     """Yield the rows of a .parquet file."""
     pyarrow_for(file)
     from pyarrow.parquet import ParquetFile
 
     def batches() -> Iterator[tuple[Any, float]]:
         with ParquetFile(file) as table:
-            check_field(how.text_field, table.schema_arrow.names, str(file))
+            check_field(options.text_field, table.schema_arrow.names, str(file))
             done = 0
-            for batch in table.iter_batches(TABLE_ROWS, columns=[how.text_field]):
+            for batch in table.iter_batches(TABLE_ROWS, columns=[options.text_field]):
                 done += batch.num_rows
                 yield batch, done / table.metadata.num_rows
 
     return _columnar_rows(file, "parquet", batches)
 
 
-def arrow_rows(file: Path, how: How) -> Iterator[Row]:
+def arrow_rows(file: Path, options: ReadOptions) -> Iterator[Row]:
     """Yield the rows of an Arrow file, in the stream format (`datasets.save_to_disk`) or the file
     format."""
     pyarrow = pyarrow_for(file)
@@ -601,12 +601,12 @@ def arrow_rows(file: Path, how: How) -> Iterator[Row]:
             stream.seek(0)
             opened = pyarrow.ipc.open_file(stream) if is_file else pyarrow.ipc.open_stream(stream)
             with opened as table:
-                check_field(how.text_field, table.schema.names, str(file))
+                check_field(options.text_field, table.schema.names, str(file))
                 count = table.num_record_batches if is_file else 0
                 found = map(table.get_batch, range(count)) if is_file else table
                 for i, batch in enumerate(found):
                     part = (i + 1) / count if is_file else stream.tell() / stream.size()
-                    column = batch.select([how.text_field])
+                    column = batch.select([options.text_field])
                     for at in range(0, batch.num_rows, TABLE_ROWS):
                         yield column.slice(at, TABLE_ROWS), part
 
@@ -629,7 +629,7 @@ def _columnar_rows(
         raise ConfigError(f"{file}: cannot be read as {kind}: {error}") from None
 
 
-READERS: dict[str, Callable[[Path, How], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path, ReadOptions], Iterator[Row]]] = {
     "jsonl": json_lines,
     "values": json_values,
     "csv": delimited_rows,

@@ -23,8 +23,8 @@ from data.readers import (
     CODE_SUFFIXES,
     STRUCTURED,
     TEXT_SUFFIXES,
-    How,
     Piece,
+    ReadOptions,
     as_text,
     field_of,
     file_pieces,
@@ -54,7 +54,7 @@ PART = re.compile(r"(.+?)\*(\d+\.?\d*|\.\d+)(?:\+|$)")
 
 
 @dataclass
-class Read:
+class ReadCounts:
     """Counts made while reading a source, for the user: see `lines`."""
 
     ends: tuple[str, ...] = ()  # spellings of the end-of-text
@@ -118,18 +118,18 @@ class Source:
     val_files: frozenset[Path] = frozenset()  # the files that are named for the validation split
     validates: bool = False  # all of it is validation text
 
-    def pieces(self, how: How, read: Read | None = None) -> Iterator[Piece]:
+    def pieces(self, options: ReadOptions, counts: ReadCounts | None = None) -> Iterator[Piece]:
         """Yield all documents in pieces. Raises ConfigError for damage, with file and place."""
         if self.spec.startswith("hub:"):
-            yield from hub_pieces(self.spec, how)
+            yield from hub_pieces(self.spec, options)
         for file in self.files:
             if kind_of(file) == "ids":
                 raise ConfigError(f"{file}: holds ids, not text")
-            form = form_of(file, how)
-            pieces = file_pieces(file, how, form)
+            form = form_of(file, options)
+            pieces = file_pieces(file, options, form)
             if file in self.val_files:
                 pieces = (piece._replace(split="val") for piece in pieces)
-            yield from pieces if read is None else read.count(file, form, pieces)
+            yield from pieces if counts is None else counts.count(file, form, pieces)
 
     @property
     def holds_ids(self) -> bool:
@@ -416,7 +416,7 @@ def parse_hub(spec: str) -> tuple[str, str | None, str]:
     return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or "train"
 
 
-def hub_pieces(spec: str, how: How) -> Iterator[Piece]:
+def hub_pieces(spec: str, options: ReadOptions) -> Iterator[Piece]:
     """Yield a document per row. Raises ConfigError if the Hub does not deliver."""
     name, subset, split = parse_hub(spec)
     try:
@@ -428,7 +428,9 @@ def hub_pieces(spec: str, how: How) -> Iterator[Piece]:
         rows = datasets.load_dataset(name, subset, split=split, streaming=True)
         for number, row in enumerate(rows):
             place = f"{spec}, row {number}"
-            yield from row_pieces(as_text(field_of(row, how.text_field, place), how, place), 0)
+            yield from row_pieces(
+                as_text(field_of(row, options.text_field, place), options, place), 0
+            )
     except ConfigError:
         raise
     except Exception as error:  # datasets passes on the exceptions of all its libraries

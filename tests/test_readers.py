@@ -17,14 +17,22 @@ from hypothesis import strategies as st
 
 from cli.options import ConfigError
 from data import readers
-from data.readers import PIECE_BYTES, How, cut, file_pieces, form_of, json_values, split_documents
+from data.readers import (
+    PIECE_BYTES,
+    ReadOptions,
+    cut,
+    file_pieces,
+    form_of,
+    json_values,
+    split_documents,
+)
 
 TEXTS = ["Story one.\nThe cat sat.", 'Sto"ry, two é', "three"]
 ROWS = [{"text": text, "url": "u", "body": text.upper()} for text in TEXTS]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 
 
-def documents(file: Path, how: How = How()) -> list[str]:  # noqa: B008
+def documents(file: Path, how: ReadOptions = ReadOptions()) -> list[str]:  # noqa: B008
     found: list[str] = []
     for piece in file_pieces(file, how):
         found += [""] if piece.first else []
@@ -32,7 +40,7 @@ def documents(file: Path, how: How = How()) -> list[str]:  # noqa: B008
     return found
 
 
-def refusal(file: Path, how: How = How()) -> str:  # noqa: B008
+def refusal(file: Path, how: ReadOptions = ReadOptions()) -> str:  # noqa: B008
     with pytest.raises(ConfigError) as refused:
         documents(file, how)
     return str(refused.value)
@@ -86,7 +94,7 @@ def test_rows_are_documents_whatever_the_file_is_called(tmp_path, name, content)
 @pytest.mark.parametrize("stream", [True, False])
 def test_arrow_files_are_read_in_both_forms(tmp_path, stream):
     assert documents(arrow(tmp_path / "a.arrow", ROWS, stream)) == TEXTS
-    assert "has no field 'nope', only 'text'" in refusal(tmp_path / "a.arrow", How("nope"))
+    assert "has no field 'nope', only 'text'" in refusal(tmp_path / "a.arrow", ReadOptions("nope"))
     cut_short = written(tmp_path / "b.arrow", (tmp_path / "a.arrow").read_bytes()[:-200])
     assert "cannot be read as arrow" in refusal(cut_short)
 
@@ -95,7 +103,7 @@ def test_arrow_files_are_read_in_both_forms(tmp_path, stream):
 def test_a_field_that_is_not_there_is_refused(tmp_path, name):
     contents = {".csv": CSV, ".tsv": "id\ttext\n1\tx\n"}
     file = written(tmp_path / name, contents.get(Path(name).suffix, LINES))
-    assert "has no field 'nope'" in refusal(file, How("nope"))
+    assert "has no field 'nope'" in refusal(file, ReadOptions("nope"))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +123,7 @@ def test_a_field_that_is_not_there_is_refused(tmp_path, name):
     ],
 )
 def test_a_json_file_is_looked_into(tmp_path, name, content, form):
-    assert form_of(written(tmp_path / name, content), How()) == form
+    assert form_of(written(tmp_path / name, content), ReadOptions()) == form
 
 
 @given(
@@ -129,7 +137,7 @@ def test_an_array_is_the_same_however_it_is_read(tmp_path_factory, values, inden
     file.write_text(json.dumps(values, indent=indent, ensure_ascii=False), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "READ_BYTES", size)
-        assert [row.value for row in json_values(file, How())] == values
+        assert [row.value for row in json_values(file, ReadOptions())] == values
 
 
 @pytest.mark.parametrize(
@@ -237,13 +245,13 @@ def tar_head() -> bytes:
 )
 def test_what_is_not_text_is_refused_whatever_errors_says(tmp_path, errors, content, said):
     for name in ("a.txt", "a", "a.md"):
-        assert said in refusal(written(tmp_path / name, content), How("text", errors))
+        assert said in refusal(written(tmp_path / name, content), ReadOptions("text", errors))
 
 
 def test_a_zip_that_python_made_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("a.txt", "text")
-    assert "unpack it" in refusal(tmp_path / "a.zip", How("text", "replace"))
+    assert "unpack it" in refusal(tmp_path / "a.zip", ReadOptions("text", "replace"))
 
 
 def test_a_text_may_begin_like_a_compressed_file(tmp_path):
@@ -253,7 +261,7 @@ def test_a_text_may_begin_like_a_compressed_file(tmp_path):
 def test_a_nul_byte_is_refused_by_place_and_replaced_when_asked(tmp_path):
     file = written(tmp_path / "a.log", b"x" * readers.READ_BYTES + b"ab\0c\n")
     assert f"byte 0x00 at offset {readers.READ_BYTES + 2} is not text" in refusal(file)
-    (found,) = documents(file, How("text", "replace"))
+    (found,) = documents(file, ReadOptions("text", "replace"))
     assert found.endswith("ab\ufffdc\n")
 
 
@@ -277,7 +285,7 @@ def test_a_separator_splits_as_split_does(parts, separator, size):
 
 
 def test_a_separator_splits_text_files_alone(tmp_path):
-    how = How("text", "strict", "<|endoftext|>")
+    how = ReadOptions("text", "strict", "<|endoftext|>")
     assert documents(written(tmp_path / "a.txt", "one<|endoftext|>two\n<|endoftext|>"), how) == [
         "one",
         "two\n",
@@ -286,7 +294,7 @@ def test_a_separator_splits_text_files_alone(tmp_path):
     assert documents(written(tmp_path / "a.jsonl", line), how) == ["a<|endoftext|>b"]
     long = "x" * (3 * PIECE_BYTES)
     assert documents(written(tmp_path / "b.txt", long + "<|endoftext|>y"), how) == [long, "y"]
-    lines = How("text", "strict", "\r\n")
+    lines = ReadOptions("text", "strict", "\r\n")
     assert documents(written(tmp_path / "c.txt", "one\ntwo\r\nthree"), lines) == [
         "one",
         "two",

@@ -23,8 +23,8 @@ from data import readers
 from data.prepared import content_of
 from data.readers import (
     PIECE_BYTES,
-    How,
     Piece,
+    ReadOptions,
     cut,
     decoded,
     normalized,
@@ -50,9 +50,9 @@ def write(path: Path, content: bytes | str) -> Path:
 
 
 def documents(spec: object, *options: str, **named: str) -> list[str]:
-    """The documents of a source, joined from their pieces; the options are those of `How`."""
+    """The documents of a source, joined from their pieces; takes the fields of `ReadOptions`."""
     found: list[str] = []
-    for piece in open_source(str(spec)).pieces(How(*options, **named)):
+    for piece in open_source(str(spec)).pieces(ReadOptions(*options, **named)):
         if piece.first:
             found.append("")
         found[-1] += piece.text
@@ -137,8 +137,8 @@ def test_latin_1_is_refused_by_file_and_offset_with_a_way_on(tmp_path, at, bad):
 def test_the_platforms_encoding_does_not_matter(tmp_path):
     write(tmp_path / "é.txt", "naïve 🙂\n")
     code = (
-        "from data.readers import How; from data.sources import open_source\n"
-        f"pieces = open_source({str(tmp_path)!r}).pieces(How())\n"
+        "from data.readers import ReadOptions; from data.sources import open_source\n"
+        f"pieces = open_source({str(tmp_path)!r}).pieces(ReadOptions())\n"
         "assert [p.text for p in pieces] == ['na\\u00efve \\U0001f642\\n']"
     )
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PATH": ""}
@@ -267,7 +267,7 @@ def test_compressed_lines_are_those_that_were_compressed(tmp_path, monkeypatch):
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
         assert documents(tmp_path / name, "body") == [row["body"] for row in rows]
         source = open_source(str(tmp_path / name))
-        assert sum(p.read for p in source.pieces(How("body"))) == source.size
+        assert sum(p.read for p in source.pieces(ReadOptions("body"))) == source.size
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
@@ -329,7 +329,7 @@ def test_parquet_rows_are_documents(tmp_path):
     file = parquet(tmp_path / "a.parquet", {"text": texts, "n": list(range(3000))})
     assert documents(file) == [t.replace("\r\n", "\n") for t in texts if t]
     source = open_source(str(file))
-    read = sum(p.read for p in source.pieces(How()))
+    read = sum(p.read for p in source.pieces(ReadOptions()))
     assert 0.9 * source.size < read <= source.size  # rows of null are no piece
 
 
@@ -568,8 +568,8 @@ def test_local_files_need_no_datasets(tmp_path):
     write(tmp_path / "a.txt", "x")
     code = (
         "import sys; sys.modules['datasets'] = None\n"
-        "from data.sources import open_source\nfrom data.readers import How\n"
-        f"assert list(open_source({str(tmp_path / 'a.txt')!r}).pieces(How()))\n"
+        "from data.sources import open_source\nfrom data.readers import ReadOptions\n"
+        f"assert list(open_source({str(tmp_path / 'a.txt')!r}).pieces(ReadOptions()))\n"
         "assert 'pyarrow' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -195,7 +195,7 @@ def read_ids(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[list[int],
     Raises ConfigError if there are fewer than two tokens.
     """
     from data.encode import source_ids
-    from data.readers import How
+    from data.readers import ReadOptions
     from data.sources import open_source
 
     ids: list[int] = []
@@ -205,7 +205,7 @@ def read_ids(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[list[int],
         ids, starts = source_ids(source, tokenizer, options.ids)
     else:
         n_ids = 0 if tokenizer.spells else tokenizer.vocab_size
-        for piece in source.pieces(How(options.text_field, options.errors, n_ids=n_ids)):
+        for piece in source.pieces(ReadOptions(options.text_field, options.errors, n_ids=n_ids)):
             if piece.first:
                 if starts and tokenizer.eot is not None:
                     ids.append(tokenizer.eot)
@@ -220,12 +220,14 @@ def read_ids(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[list[int],
 
 def spelling(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[float, float]:
     """Return (bytes of text per byte that its ids decode to, share of the text that is lost)."""
-    from data.readers import How
+    from data.readers import ReadOptions
     from data.sources import open_source
     from data.tokenizer import lost_bytes
 
     total = lost = spelled = 0
-    for piece in open_source(options.source).pieces(How(options.text_field, options.errors)):
+    for piece in open_source(options.source).pieces(
+        ReadOptions(options.text_field, options.errors)
+    ):
         total += len(piece.text.encode("utf-8"))
         raw = tokenizer.decode_bytes(tokenizer.encode(piece.text))
         lost += lost_bytes(piece.text, raw.decode("utf-8", errors="replace"))
