@@ -6,8 +6,9 @@ import json
 import math
 from pathlib import Path
 
+from data.config import DataConfig
 from model.config import ModelConfig
-from training.config import Config, DataConfig, LogConfig, OptimConfig, RunConfig, to_json
+from training.config import Config, LogConfig, OptimConfig, RunConfig, to_json
 
 START = {
     "command": "python train.py config/small.py --lr=0.003",

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from training.config import Config, DataConfig, OptimConfig, ScheduleConfig
+from data.config import DataConfig
+from training.config import Config, OptimConfig, ScheduleConfig
 from training.observer import Adviser
 
 VOCABULARY = 100

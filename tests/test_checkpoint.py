@@ -17,7 +17,7 @@ import torch
 
 import training.checkpoint
 from cli.command import exit_code_of
-from cli.files import warn_once
+from cli.files import warn_once, write_file
 from cli.options import ConfigError
 from training.checkpoint import (
     MANIFEST,
@@ -30,7 +30,6 @@ from training.checkpoint import (
     load_model_tensors,
     read_manifest,
     state_from_json,
-    write_file,
     write_manifest,
 )
 

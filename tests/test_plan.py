@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cli.options import ConfigError
+from data.config import DataConfig
 from model.config import ModelConfig
 from model.fast import speed_up
 from model.gpt import GPT
 from model.inspect import meta_model, module_rows, parameters_by_part
 from model.layers import MLPS
 from tools import plan
-from training.config import Config, DataConfig, OptimConfig, ParallelConfig, RunConfig
+from training.config import Config, OptimConfig, ParallelConfig, RunConfig
 from training.device import PEAKS
 from training.memory import activation_bytes, estimate_memory, logits_bytes, partial_sums
 
