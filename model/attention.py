@@ -1,16 +1,17 @@
-"""Scaled dot-product attention, three times, and the layer around it.
+"""Scaled dot-product attention, written three times, and the layer around it.
 
     Attention(Q, K, V) = softmax(Q K^T / sqrt(D)) V          Vaswani et al. 2017, eq. 1
 
-`reference` is that formula; `tiled` computes it without ever holding the (T, S) scores, the way
-FlashAttention does; `sdpa` is PyTorch's fused kernel. All take
+`reference` is that formula; `tiled` computes it without ever holding all (T, S) scores, as
+FlashAttention does; `sdpa` is PyTorch's fused kernel, the default. All take
 
     q (B, H, T, D), k and v (B, H_kv, S, D)  ->  out (B, H, T, D), weights (B, H, T, S) or None
 
 where H is a multiple of H_kv: each key/value head serves H / H_kv query heads (grouped-query
-attention, Ainslie et al. 2023). The T queries are the last T of S positions: query t stands at
-position S - T + t and, when causal, sees keys up to its own position. Given `documents` (B, T), the
-number of each position's document (T = S), it sees keys of its own document only.
+attention, Ainslie et al. 2023), which makes the KV cache that much smaller. The T queries are the
+last T of S positions: query t stands at position S - T + t and, if causal, sees keys up to its own
+position. With `documents` (B, T), the number of each position's document (T = S), it sees keys of
+its own document only.
 """
 
 from __future__ import annotations
@@ -28,20 +29,19 @@ from model.rope import Rotate
 
 Rotation = tuple[Tensor, Tensor] | None
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
-ALL = slice(None)
 
 
 def future_mask(T: int, S: int, device: torch.device | None = None) -> Tensor:
-    """The causal mask, (T, S) bool: True where key s lies in the future of query t.
+    """Return the causal mask, (T, S) bool: True where key s is in the future of query t.
 
     That is where s > S - T + t; for T = S, the triangle above the diagonal.
     """
     return torch.ones(T, S, dtype=torch.bool, device=device).triu(S - T + 1)
 
 
-def document_mask(documents: Tensor, queries: slice = ALL, keys: slice = ALL) -> Tensor:
-    """(B, T) -> (B, 1, t, s) bool: True where a key belongs to another document than the query."""
-    return documents[:, None, queries, None] != documents[:, None, None, keys]
+def document_mask(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """Return (B, 1, t, s) bool: True where query (B, t) and key (B, s) differ in document."""
+    return of_queries[:, None, :, None] != of_keys[:, None, None, :]
 
 
 def reference_attention(
@@ -54,10 +54,10 @@ def reference_attention(
     return_weights: bool = False,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as the textbook has it; the others are held to this one.
+    """Compute attention as in the textbook; tests compare the others with this one.
 
-    Scores are divided by sqrt(D) because a dot product of D unit-variance terms has variance D;
-    undivided, softmax would saturate and its gradient vanish as heads get wider.
+    Scores are divided by sqrt(D) because a dot product of D terms of unit variance has variance D.
+    Undivided, softmax would saturate in wide heads, and its gradient vanish.
 
     The weights returned are those before dropout. Raises ValueError for shapes that do not fit.
     """
@@ -65,9 +65,10 @@ def reference_attention(
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # (B, H, T, S)
     if causal:
+        # -inf, because softmax turns it into a weight of exactly 0.
         scores = scores.masked_fill(future_mask(T, S, q.device), -math.inf)
     if documents is not None:
-        scores = scores.masked_fill(document_mask(documents), -math.inf)
+        scores = scores.masked_fill(document_mask(documents, documents), -math.inf)
     weights = torch.softmax(scores, dim=-1)  # each row sums to 1
     out = F.dropout(weights, dropout_p) @ v  # (B, H, T, D)
     return out, weights if return_weights else None
@@ -84,12 +85,13 @@ def tiled_attention(
     documents: Tensor | None = None,
     tile: int = 64,
 ) -> tuple[Tensor, None]:
-    """The same with tile^2 scores at a time: FlashAttention's online softmax (Dao et al. 2022).
+    """Compute the same with tile^2 scores at a time: FlashAttention's online softmax (Dao et al.
+    2022).
 
-    softmax needs the largest score and the sum of exponentials of a whole row. Both can be kept up
-    while key tiles come in one by one: when a larger score appears, what was summed so far is
-    rescaled by exp(old maximum - new maximum). (To be read and tested: autograd keeps every tile
-    for backward, where FlashAttention computes it again.)
+    Softmax needs the largest score and the sum of exponentials of a whole row. Both can be updated
+    as key tiles come in one by one: when a larger score appears, the sums so far are rescaled by
+    exp(old maximum - new maximum). (This is to be read and tested, not to be fast: autograd keeps
+    every tile for the backward pass, where FlashAttention computes it again.)
 
     Raises ValueError for return_weights: the weights never exist as a whole.
     """
@@ -97,7 +99,7 @@ def tiled_attention(
     if return_weights:
         raise ValueError("tiled attention never holds the weights; use the reference backend")
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
-    # Not -inf: a tile may hold keys of other documents alone, and inf - inf is nan.
+    # Not -inf: all keys of a tile may belong to other documents, and inf - inf is nan.
     lowest = torch.finfo(q.dtype).min
     rows = []
     for top in range(0, T, tile):
@@ -114,9 +116,11 @@ def tiled_attention(
                 key = left + torch.arange(k_tile.shape[2], device=q.device)  # (s,)
                 scores = scores.masked_fill(key > position[:, None], -math.inf)
             if documents is not None:
-                queries, keys = slice(top, top + tile), slice(left, left + tile)
-                hidden = document_mask(documents, queries, keys)  # (B, 1, t, s)
-                scores = scores.masked_fill(hidden, -math.inf)
+                of_queries, of_keys = (
+                    documents[:, top : top + tile],
+                    documents[:, left : left + tile],
+                )
+                scores = scores.masked_fill(document_mask(of_queries, of_keys), -math.inf)
             new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
             rescale = torch.exp(largest - new_largest)
             p = torch.exp(scores - new_largest)
@@ -137,18 +141,18 @@ def sdpa_attention(
     return_weights: bool = False,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """PyTorch's fused kernels (flash attention where the hardware has it).
+    """Call PyTorch's fused kernels (flash attention where the hardware has it).
 
     Raises ValueError for return_weights.
     """
     T, S, _ = _check(q, k, v, causal, documents)
     if return_weights:
         raise ValueError("sdpa does not return weights; use the reference backend")
-    # PyTorch's is_causal aligns query 0 with key 0, which is wrong for T < S (a KV cache): then the
-    # mask is given, True where a key is seen. A single query sees every key and needs none.
+    # PyTorch's is_causal aligns query 0 with key 0, which is wrong for T < S (a KV cache). Then it
+    # gets a mask, True where a key is seen. A single query sees every key and needs no mask.
     mask = ~future_mask(T, S, q.device) if causal and T < S and T > 1 else None
     if documents is not None:
-        hidden = document_mask(documents)
+        hidden = document_mask(documents, documents)
         mask = ~(hidden | future_mask(T, S, q.device) if causal else hidden)  # (B, 1, T, T)
     out = F.scaled_dot_product_attention(
         q,
@@ -156,7 +160,7 @@ def sdpa_attention(
         v,
         attn_mask=mask,
         dropout_p=dropout_p,
-        is_causal=bool(causal and T == S and mask is None),  # bool(): a tracer's sizes are tensors
+        is_causal=bool(causal and T == S and mask is None),  # in a tracer, sizes are tensors
         enable_gqa=bool(q.shape[1] != k.shape[1]),
     )
     return out, None
@@ -177,7 +181,7 @@ def _check(
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"attention: shapes do not fit: {shapes}")
     if causal and T > S:
-        raise ValueError(f"causal attention: {T} queries, but only {S} keys to end on")
+        raise ValueError(f"causal attention: {T} queries, but only {S} keys")
     if documents is not None and (T != S or documents.shape != (q.shape[0], T)):
         shapes = f"documents {tuple(documents.shape)}, q {tuple(q.shape)}, k {tuple(k.shape)}"
         raise ValueError(f"attention: documents must be (B, T), with T = S: {shapes}")
@@ -191,11 +195,12 @@ def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Per layer, keys and values (B, H_kv, capacity, D), of which the first `length` are filled.
+    """Keys and values of each layer, (B, H_kv, capacity, D), the first `length` positions filled.
 
-    It is handed to `GPT.forward`, which appends to every layer and advances `length` once at the
-    end; no module keeps it. Keys are stored rotated: their positions never change. For inference
-    (`torch.no_grad`): it is written in place. Memory is taken at the first append.
+    With it, a new token costs one position of work instead of the whole text again. It is passed to
+    `GPT.forward`, whose layers append to it and which advances `length` once at the end; no module
+    keeps it. Keys are stored rotated, because their positions never change. It is written in place,
+    so use it under `torch.no_grad`. Memory is allocated at the first append.
     """
 
     def __init__(self, n_layers: int, capacity: int) -> None:
@@ -207,7 +212,7 @@ class KVCache:
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add k, v (B, H_kv, T, D) after `length`; return all so far, (B, H_kv, length + T, D).
 
-        Raises ValueError when they do not fit.
+        Raises ValueError if they do not fit.
         """
         B, H_kv, T, D = k.shape
         end = self.length + T
@@ -219,16 +224,16 @@ class KVCache:
             values = self._values[layer] = v.new_zeros(B, H_kv, self.capacity, D)
         if keys.shape[0] != B:
             raise ValueError(f"KV cache: it holds a batch of {keys.shape[0]}, not of {B}")
-        keys.narrow(2, self.length, T).copy_(k)  # indexing by slices takes twice as long
+        keys.narrow(2, self.length, T).copy_(k)  # slicing would take twice as long
         values.narrow(2, self.length, T).copy_(v)
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def advance(self, T: int) -> None:
-        """Count T more positions as filled, once every layer has appended its own."""
+        """Count T more positions as filled, after every layer has appended its own."""
         self.length += T
 
     def clear(self) -> None:
-        """Forget everything; the memory is kept."""
+        """Forget everything, but keep the memory."""
         self.length = 0
 
 
@@ -260,8 +265,8 @@ class CausalSelfAttention(nn.Module):
         k = self.k_proj(x).view(B, T, -1, self.d_head)  # (B, T, H_kv, D)
         v = self.v_proj(x).view(B, T, -1, self.d_head)  # (B, T, H_kv, D)
         if self.q_norm is not None:
-            # QK-norm bounds the scores, so that softmax cannot saturate at high learning rates
-            # (Henry et al. 2020). Before the transpose: a position's heads lie side by side here.
+            # QK-norm bounds the scores, so softmax cannot saturate at high learning rates (Henry et
+            # al. 2020). Done before the transpose, while each head is contiguous in memory.
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or H_kv, T, D)
         if rotation is not None:
@@ -270,4 +275,5 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(self.layer, k, v)  # (B, H_kv, S, D)
         dropout_p = self.dropout if self.training else 0.0
         out, _ = self.attend(q, k, v, causal=True, dropout_p=dropout_p, documents=documents)
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, T, H D) -> (B, T, C)
+        out = out.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H D): the heads side by side
+        return self.o_proj(out)  # (B, T, C): mixes what the heads found

@@ -1,55 +1,54 @@
-"""Model shape and sampling options, as plain data: reading a config never imports torch."""
+"""Model shape and sampling options. Plain data: reading a config never imports torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-DROPOUTS = ("dropout", "attention_dropout")  # options of training, not of the weights
+DROPOUTS = ("dropout", "attention_dropout")  # these belong to training, not to the weights
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Every size and choice of the decoder. `None` means: derived, see `resolved`."""
+    """Sizes and choices of the decoder. None stands for a derived value, see `resolved`.
 
-    n_layers: Annotated[int, "number of blocks", "fixed"] = 4
-    n_heads: Annotated[int, "query heads per block", "fixed"] = 4
+    The last word of each option is its kind on resume, see docs/options.md.
+    """
+
+    n_layers: Annotated[int, "number of transformer blocks", "fixed"] = 4
+    n_heads: Annotated[int, "attention (query) heads per block", "fixed"] = 4
     n_kv_heads: Annotated[
-        int | None, "key/value heads, grouped-query; n_heads unless given", "fixed"
+        int | None, "key/value heads (grouped-query attention); default: n_heads", "fixed"
     ] = None
     d_model: Annotated[int, "width of the residual stream", "fixed"] = 128
-    d_head: Annotated[int | None, "width of a head; d_model / n_heads unless given", "fixed"] = None
+    d_head: Annotated[int | None, "width of a head; default: d_model / n_heads", "fixed"] = None
     d_mlp: Annotated[
-        int | None, "MLP's width; 4 x d_model (swiglu 8/3 x) unless given", "fixed"
+        int | None, "hidden width of the MLP; default: 4 x d_model (swiglu: 8/3 x)", "fixed"
     ] = None
-    context_length: Annotated[int, "longest window the model sees, in tokens", "fixed"] = 256
-    vocab_size: Annotated[
-        int | None, "ids the model knows; the tokenizer's unless given", "fixed"
-    ] = None
-    norm: Annotated[Literal["rms", "layer"], "normalisation", "fixed"] = "rms"
-    norm_eps: Annotated[float, "added to the variance in a norm", "fixed"] = 1e-6
-    mlp: Annotated[Literal["swiglu", "gelu", "gelu_erf", "relu2"], "the MLP's kind", "fixed"] = (
-        "swiglu"
-    )
-    position: Annotated[Literal["rope", "learned"], "how a token knows its place", "fixed"] = "rope"
+    context_length: Annotated[int, "longest sequence the model sees, in tokens", "fixed"] = 256
+    vocab_size: Annotated[int | None, "vocabulary size; default: the tokenizer's", "fixed"] = None
+    norm: Annotated[Literal["rms", "layer"], "normalization", "fixed"] = "rms"
+    norm_eps: Annotated[float, "epsilon, added to the variance in a norm", "fixed"] = 1e-6
+    mlp: Annotated[Literal["swiglu", "gelu", "gelu_erf", "relu2"], "MLP type", "fixed"] = "swiglu"
+    position: Annotated[Literal["rope", "learned"], "positional encoding", "fixed"] = "rope"
     rope_theta: Annotated[float, "base of RoPE's wavelengths", "fixed"] = 10000.0
     rope_scaling: Annotated[
-        Literal["none", "llama3"], "stretch RoPE's long wavelengths", "fixed"
+        Literal["none", "llama3"], "stretching of RoPE's long wavelengths", "fixed"
     ] = "none"
-    rope_factor: Annotated[float, "llama3 scaling: by how much", "fixed"] = 8.0
+    rope_factor: Annotated[float, "llama3 scaling: stretch factor", "fixed"] = 8.0
     rope_original_context: Annotated[
-        int, "llama3 scaling: the context before stretching", "fixed"
+        int, "llama3 scaling: context length before stretching", "fixed"
     ] = 8192
-    qk_norm: Annotated[bool, "RMS-normalise queries and keys per head", "fixed"] = True
+    qk_norm: Annotated[bool, "RMS-normalize queries and keys per head", "fixed"] = True
     bias: Annotated[bool, "biases in linear layers and LayerNorm", "fixed"] = False
     dropout: Annotated[float, "dropout probability in training", "must"] = 0.0
     attention_dropout: Annotated[
-        float | None, "of the attention weights; as dropout unless given (0 is faster)", "must"
+        float | None, "dropout on attention weights; default: same as dropout (0 is faster)", "must"
     ] = None
-    tie_embeddings: Annotated[bool, "the head uses the embedding's weights", "fixed"] = False
+    tie_embeddings: Annotated[bool, "share weights between embedding and head", "fixed"] = False
 
     def problems(self) -> list[str]:
-        """Everything wrong with these values, in plain words; empty when all is well."""
+        """Return all mistakes in these values, as messages; empty if there are none."""
         found = []
         for name in ("n_layers", "n_heads", "d_model", "context_length", "rope_original_context"):
             if getattr(self, name) < 1:
@@ -57,7 +56,7 @@ class ModelConfig:
         for name in ("n_kv_heads", "d_head", "d_mlp", "vocab_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                found.append(f"model.{name}={value}: must be at least 1 (or none: derived)")
+                found.append(f"model.{name}={value}: must be at least 1, or none for the default")
         for name in DROPOUTS:
             if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
                 found.append(f"model.{name}={getattr(self, name)}: must be in [0, 1)")
@@ -66,78 +65,71 @@ class ModelConfig:
                 found.append(f"model.{name}={getattr(self, name)}: must be above 0")
         if not 1.0 <= self.rope_factor < float("inf"):
             found.append(f"model.rope_factor={self.rope_factor}: must be at least 1")
-        return found or self._shape_problems()
-
-    def _shape_problems(self) -> list[str]:
-        found = []
-        d_head = self.d_head or self.d_model // self.n_heads
-        if self.d_head is None and self.d_model % self.n_heads:
+        if found:
+            return found
+        C, H, H_kv = self.d_model, self.n_heads, self.n_kv_heads
+        d_head = self.d_head or C // H
+        if self.d_head is None and C % H:
             found.append(
-                f"model.d_model={self.d_model} is not a multiple of model.n_heads={self.n_heads}: "
-                "change one of them, or give model.d_head"
+                f"model.d_model={C} is not a multiple of model.n_heads={H}: "
+                "change one of them, or set model.d_head"
             )
         elif self.position == "rope" and d_head % 2:
-            found.append(
-                f"model.d_head={d_head} (width of a head): RoPE rotates pairs, so it must be even"
-            )
-        if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
-            found.append(
-                f"model.n_kv_heads={self.n_kv_heads}: must divide model.n_heads={self.n_heads}"
-            )
+            found.append(f"model.d_head={d_head}: must be even, because RoPE rotates pairs")
+        if H_kv is not None and H % H_kv:
+            found.append(f"model.n_kv_heads={H_kv}: must divide model.n_heads={H}")
         if self.rope_scaling != "none" and self.position != "rope":
             found.append("model.rope_scaling=llama3 needs model.position=rope")
         return found
 
     def resolved(self, vocab_size: int) -> ModelConfig:
-        """The same config with every derived value filled in.
+        """Return this config with every derived value filled in.
 
-        vocab_size: number of ids the tokenizer has; a larger `vocab_size` given here (padding
+        vocab_size: number of ids the tokenizer has; a larger `vocab_size` in this config (padding
             for the hardware) is kept.
 
-        Raises ValueError if `vocab_size` here is smaller than the tokenizer's.
+        Raises ValueError if `vocab_size` in this config is smaller than the tokenizer's.
         """
         if self.vocab_size is not None and self.vocab_size < vocab_size:
             raise ValueError(
                 f"model.vocab_size={self.vocab_size}: the tokenizer has {vocab_size} ids; "
-                f"give at least {vocab_size}, or none"
+                f"use at least {vocab_size}, or none"
             )
+        d_mlp = 4 * self.d_model
+        if self.mlp == "swiglu":
+            # SwiGLU has three matrices instead of two: 8/3 in place of 4 keeps the number of
+            # parameters (Shazeer 2020). Rounded up to a multiple that matrix units like.
+            multiple = 64 if self.d_model >= 64 else 8
+            d_mlp = -(-8 * self.d_model // (3 * multiple)) * multiple
         return replace(
             self,
             n_kv_heads=self.n_kv_heads or self.n_heads,
             d_head=self.d_head or self.d_model // self.n_heads,
-            d_mlp=self.d_mlp or self._default_d_mlp(),
+            d_mlp=self.d_mlp or d_mlp,
             vocab_size=self.vocab_size or vocab_size,
         )
 
-    def _default_d_mlp(self) -> int:
-        if self.mlp != "swiglu":
-            return 4 * self.d_model
-        # SwiGLU has three matrices: 8/3 keeps the parameter count of 4x with two (Shazeer 2020),
-        # rounded up to a multiple that matrix units like.
-        step = 64 if self.d_model >= 64 else 8
-        return -(-8 * self.d_model // (3 * step)) * step
-
 
 def attention_dropout(config: ModelConfig) -> float:
-    """The probability that an attention weight is dropped in training."""
+    """Return the probability that an attention weight is dropped in training."""
     return config.dropout if config.attention_dropout is None else config.attention_dropout
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next id is chosen. The defaults draw from the model's own distribution."""
+    """How the next token is chosen. The defaults sample from the model's own distribution."""
 
-    temperature: Annotated[float, "0: always the likeliest; 1: the model's own odds"] = 1.0
-    top_k: Annotated[int, "draw among the k likeliest (0: all)"] = 0
-    top_p: Annotated[float, "draw among the likeliest that together hold this probability"] = 1.0
-    min_p: Annotated[float, "drop what is less likely than this times the likeliest"] = 0.0
-    repetition_penalty: Annotated[float, "above 1: what was said becomes less likely"] = 1.0
-    max_new_tokens: Annotated[int, "how many tokens to add at most"] = 200
+    temperature: Annotated[float, "0: always the most likely token; 1: the model's own odds"] = 1.0
+    top_k: Annotated[int, "sample among the k most likely tokens (0: all)"] = 0
+    top_p: Annotated[float, "nucleus sampling: smallest set of tokens with this probability"] = 1.0
+    min_p: Annotated[float, "drop tokens less likely than this times the most likely one"] = 0.0
+    repetition_penalty: Annotated[float, "above 1: penalize tokens already in the text"] = 1.0
+    max_new_tokens: Annotated[int, "maximum number of tokens to generate"] = 200
 
     def problems(self) -> list[str]:
-        """Everything wrong with these values, in plain words."""
+        """Return all mistakes in these values, as messages."""
         found = []
-        # The bounds of temperature and penalty keep float32's division from overflowing.
+        # The bounds of temperature and penalty keep float32 logits from overflowing.
         if self.temperature != 0.0 and not 1e-6 <= self.temperature <= 1e6:
             found.append(f"temperature={self.temperature}: must be 0 (greedy) or in [1e-6, 1e6]")
         if self.top_k < 0:

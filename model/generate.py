@@ -1,4 +1,4 @@
-"""From a prompt to more tokens: choosing the next id, and the loop around it. Ids only, no text."""
+"""Generation: choosing the next token, and the loop around it. Ids only, no text."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from model.gpt import GPT, inference
 
 
 def next_distribution(logits: Tensor, settings: SamplingConfig, seen: Tensor | None) -> Tensor:
-    """Probabilities the next id is drawn from, (B, V) float32, for a temperature above 0.
+    """Return the probabilities of the next id, (B, V) float32, for a temperature above 0.
 
-    logits (B, V); seen (B, V) bool, the ids said so far, for the repetition penalty. Applied in
-    this order: repetition penalty (Keskar et al. 2019), temperature, top-k, top-p (Holtzman et al.
-    2020), min-p (Nguyen et al. 2024).
+    logits (B, V); seen (B, V) bool, the ids in the text so far, for the repetition penalty. Applied
+    in this order: repetition penalty (Keskar et al. 2019), temperature, top-k, top-p (Holtzman et
+    al. 2020), min-p (Nguyen et al. 2024).
     """
-    logits = _penalised(logits.float(), settings, seen) / settings.temperature
+    logits = _penalized(logits.float(), settings, seen) / settings.temperature
     if 0 < settings.top_k < logits.shape[-1]:
-        kept = logits.topk(settings.top_k).indices  # k of them, whatever is equally likely
+        kept = logits.topk(settings.top_k).indices  # exactly k, also if some are equally likely
         logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
     if settings.top_p < 1.0:
         ranked, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
-        # An id stays if those likelier than it do not reach top_p yet: so one always stays.
+        # An id stays if the likelier ones do not reach top_p by themselves, so at least one stays.
         drop = ranked.cumsum(-1) - ranked >= settings.top_p
         logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
     probabilities = logits.softmax(-1)
@@ -40,14 +40,14 @@ def next_distribution(logits: Tensor, settings: SamplingConfig, seen: Tensor | N
 def sample_next(
     logits: Tensor, settings: SamplingConfig, rng: torch.Generator, seen: Tensor | None = None
 ) -> Tensor:
-    """One id per row, (B,), from logits (B, V); the likeliest at temperature 0."""
+    """Draw one id per row, (B,), from logits (B, V); the most likely one at temperature 0."""
     if settings.temperature == 0.0:
-        return _penalised(logits.float(), settings, seen).argmax(-1)
+        return _penalized(logits.float(), settings, seen).argmax(-1)
     probabilities = next_distribution(logits, settings, seen).to(rng.device)
     return torch.multinomial(probabilities, 1, generator=rng)[:, 0].to(logits.device)
 
 
-def _penalised(logits: Tensor, settings: SamplingConfig, seen: Tensor | None) -> Tensor:
+def _penalized(logits: Tensor, settings: SamplingConfig, seen: Tensor | None) -> Tensor:
     # A positive logit is divided, a negative one multiplied: both become less likely.
     if settings.repetition_penalty == 1.0 or seen is None:
         return logits
@@ -76,19 +76,19 @@ def generate_with_logits(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the next ids (B,) and their logits (B, V), to max_new_tokens or till all rows stopped.
 
-    prompt: (B, P) ids, P >= 1, all rows of one length; of a longer one than the context, the last
-        context_length are used.
-    stop_ids: the ids that end a text. A row that has drawn one is finished and goes on yielding it.
+    prompt: (B, P) ids, P >= 1, all rows of one length. If P is more than the context, the last
+        context_length ids are used.
+    stop_ids: ids that end a text. A row that has drawn one is finished and keeps yielding it.
     never: ids that are never drawn, such as those that belong to no token.
-    first_ids: the first id is one of these, where some are given.
+    first_ids: if given, the first id is one of these.
     use_cache: False computes every step from scratch: the same ids, slower; for tests.
 
     When the window would exceed the context, the last half of the context is kept and encoded again
-    from position 0. (Dropping the oldest keys from a full cache is not what a fresh forward of the
-    rest computes: the keys that stay have looked at those dropped.)
+    from position 0. (Dropping the oldest keys from a full cache would not equal a fresh forward of
+    the rest, because the keys that stay have attended to those that were dropped.)
 
     Dropout is off while an id is computed; the model's mode is restored before each yield.
-    Raises ValueError for settings with problems and for a prompt that is empty or not (B, P).
+    Raises ValueError for settings with problems, and for a prompt that is empty or not (B, P).
     """
     if problems := settings.problems():
         raise ValueError("\n".join(problems))
@@ -99,18 +99,18 @@ def generate_with_logits(
     seen = _seen(prompt, model.config.vocab_size) if settings.repetition_penalty != 1.0 else None
     stopped = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
     stops = torch.tensor(list(stop_ids), dtype=torch.int64, device=prompt.device)
-    # No more than can be used: a pretrained model's whole context may take tens of GB.
+    # No more than is needed: a pretrained model's whole context may take tens of GB.
     capacity = min(context, window.shape[1] + settings.max_new_tokens)
     cache = KVCache(model.config.n_layers, capacity) if use_cache else None
     for step in range(settings.max_new_tokens):
-        # Unlike no_grad, inference_mode spares each operation its bookkeeping for autograd.
+        # Faster than no_grad: operations skip all of autograd's bookkeeping.
         with torch.inference_mode(), inference(model):
             if window.shape[1] > context:
                 window = window[:, -max(1, context // 2) :]
                 if cache is not None:
                     cache.clear()
             new = window if cache is None else window[:, cache.length :]
-            # Not model(...): a compiled model would be compiled anew for every length.
+            # Not model(...): a compiled model would be compiled again for every length.
             logits = model.forward(new, cache=cache, last_only=True)[:, -1]  # (B, V)
             logits = _allowed(logits, never, first_ids if step == 0 else ())
             ids = sample_next(logits, settings, rng, seen)
@@ -120,13 +120,13 @@ def generate_with_logits(
             if seen is not None:
                 seen.scatter_(1, ids[:, None], True)
             window = torch.cat((window, ids[:, None]), dim=1)
-        yield ids.clone(), logits.clone()  # ordinary tensors again
+        yield ids.clone(), logits.clone()  # ordinary tensors again, which may be modified
         if len(stops) and bool(stopped.all()):
             return
 
 
 def _allowed(logits: Tensor, never: Sequence[int], ids: Sequence[int]) -> Tensor:
-    """(B, V) logits with -inf for those of `never`, and for all but `ids` where some are given."""
+    """Set logits (B, V) to -inf for the ids of `never`, and for all but `ids` if there are any."""
     logits[:, list(never)] = -torch.inf
     if not ids:
         return logits
@@ -136,6 +136,6 @@ def _allowed(logits: Tensor, never: Sequence[int], ids: Sequence[int]) -> Tensor
 
 
 def _seen(prompt: Tensor, vocab_size: int) -> Tensor:
-    """(B, V) bool: which ids each row of the prompt has."""
+    """Return (B, V) bool: the ids that each row of the prompt has."""
     seen = torch.zeros(prompt.shape[0], vocab_size, dtype=torch.bool, device=prompt.device)
     return seen.scatter_(1, prompt, True)

@@ -1,4 +1,4 @@
-"""A GPT: embedding, L blocks of attention and MLP around a residual stream, a head.
+"""GPT: token embedding, L blocks of attention and MLP along a residual stream, and a head.
 
 B batch   T tokens of this forward   S tokens seen so far, cache included   C width (d_model)
 H query heads   D width of a head   M width of the MLP   V vocabulary   L layers
@@ -23,7 +23,12 @@ from model.rope import Rope
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): pre-norm, (B, T, C) -> (B, T, C)."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): (B, T, C) -> (B, T, C).
+
+    This is pre-norm: the norm is inside the branch, so the stream from embedding to head is a plain
+    sum, and the gradient reaches every block undamped. With the norm after the sum, as in Vaswani
+    et al. 2017, deep models train only with a long warmup (Xiong et al. 2020).
+    """
 
     def __init__(self, config: ModelConfig, layer: int, attention: str) -> None:
         super().__init__()
@@ -41,14 +46,15 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.drop(self.attn(self.attn_norm(x), rotation, cache, documents))
-        return x + self.drop(self.mlp(self.mlp_norm(x)))
+        x = x + self.drop(self.attn(self.attn_norm(x), rotation, cache, documents))  # (B, T, C)
+        return x + self.drop(self.mlp(self.mlp_norm(x)))  # (B, T, C)
 
 
 class GPT(nn.Module):
-    """The whole decoder. `config` must be resolved (`ModelConfig.resolved`), else ValueError.
+    """The whole decoder.
 
-    attention: which of `ATTENTION` the layers use.
+    attention: the backend that the layers use, a name in `ATTENTION`.
+    Raises ValueError if `config` is not resolved (`ModelConfig.resolved`).
     """
 
     def __init__(self, config: ModelConfig, attention: str = "sdpa") -> None:
@@ -75,7 +81,7 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """What turns the residual stream into logits, (V, C): the embedding's where it is tied."""
+        """The matrix from the residual stream to logits, (V, C): the embedding's if it is tied."""
         return self.embed.weight if self.head is None else self.head.weight
 
     def forward(
@@ -89,36 +95,35 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
-        """Logits, or with targets the loss.
+        """Return the logits, (B, T, V), or with targets the loss, in nats.
 
-        tokens: (B, T) ids; they follow what `cache` holds, and are added to it.
-        targets: (B, T) ids, the tokens one further on; IGNORE_INDEX where none counts.
-        documents: (B, T) ints, the number of each token's document where a row holds several, one
-            after the other: no token sees another document's, and positions start at 0 in each.
-        reduction: "mean" over the targets that count, their "sum", or "none": (B, T), 0 where
+        tokens: (B, T) ids; they come after what `cache` holds, and are added to it.
+        targets: (B, T) ids, each the token after; IGNORE_INDEX where there is nothing to predict.
+        documents: (B, T) ints, the number of each token's document, if a row holds several in
+            sequence: no token sees another document, and positions start at 0 in each.
+        reduction: "mean" or "sum" over the targets that are not ignored, or "none": (B, T), 0 where
             ignored.
-        positions: (T,) ints, for exporters, to whom the length of a cache is a tensor; unless
-            given, they follow the cache.
+        positions: (T,) ints; by default they follow the cache. For exporters, where the length of a
+            cache is a tensor.
         last_only: without targets, compute the logits of the last position alone, (B, 1, V).
 
-        Returns logits (B, T, V) or a loss in nats.
-        Raises ValueError for a window longer than the context, and for `documents` with a cache.
+        Raises ValueError for more tokens than the context, and for `documents` with a cache.
         """
         if cache is not None and documents is not None:
-            raise ValueError("documents cannot be told apart in a KV cache: pass one of the two")
+            raise ValueError("a KV cache does not keep documents apart: pass one of the two")
         if positions is None:
             positions = self._positions(tokens, 0 if cache is None else cache.length)  # (T,)
         x = self.embed(tokens)  # (B, T, C)
         if self.positions is not None:
             x = x + self.positions(positions if documents is None else positions_within(documents))
         x = self.drop(x)
-        # RoPE needs no `documents`: a score depends on the distance of two positions alone.
-        rotation = self.rope(positions) if self.rope is not None else None
+        # RoPE does not need `documents`: a score depends on the distance of two positions alone.
+        rotation = self.rope(positions) if self.rope is not None else None  # cos, sin: (T, D/2)
         for layer in self.layers:
-            x = layer(x, rotation, cache, documents)
+            x = layer(x, rotation, cache, documents)  # (B, T, C)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        x = self.norm(x)
+        x = self.norm(x)  # pre-norm leaves the last sum unnormalized
         if targets is None:
             return F.linear(x[:, -1:] if last_only else x, self.head_weight)
         return self.loss(x, self.head_weight, targets, reduction)
@@ -130,7 +135,7 @@ class GPT(nn.Module):
         return torch.arange(start, end, device=tokens.device)
 
     def use_attention(self, backend: str | Attend) -> None:
-        """Switch every layer to a backend, by its name in ATTENTION or a function of one's own."""
+        """Switch every layer to a backend: a name in ATTENTION, or your own function."""
         for layer in self.layers:
             layer.attn.attend = ATTENTION[backend] if isinstance(backend, str) else backend
 
@@ -149,7 +154,8 @@ class GPT(nn.Module):
         shape, config = self.get_parameter(name).shape, self.config
         C, V = config.d_model, config.vocab_size
         # The projections back into the residual stream start at zero: every block starts as the
-        # identity, so the scale of the stream, and of its gradients, does not grow with depth.
+        # identity, so the scale of the stream does not grow with depth. (GPT-2 has the same aim
+        # when it divides their std by sqrt(2 L).)
         if name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
             return torch.zeros(shape)
         if len(shape) == 1:  # a norm's weight
@@ -173,15 +179,15 @@ class GPT(nn.Module):
         return torch.empty(shape).normal_(0.0, std, generator=rng)
 
     def parameter_count(self) -> int:
-        """Parameters, each counted once (a tied head is the embedding)."""
+        """Return the number of parameters, each counted once (a tied head is the embedding)."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T: int) -> int:
-        """Floating-point operations of forward and backward for one token of a window of T.
+        """Return the floating-point operations per token, forward and backward, in a window of T.
 
-        6 per parameter of a matrix product (2 forward, 4 backward; the head counts, tied or not;
-        looking an embedding up costs nothing) and 12 L (H D) T for scores and mixing, the causal
-        half not deducted (Chowdhery et al. 2022, "PaLM", appendix B).
+        6 per parameter of a matrix product: 2 forward and 4 backward. The head counts, tied or not;
+        an embedding lookup costs nothing. And 12 L (H D) T for the scores and the weighted sums of
+        attention, the causal half not deducted (Chowdhery et al. 2022, "PaLM", appendix B).
         """
         config = self.config
         matrices = sum(p.numel() for p in self.layers.parameters() if p.dim() == 2)
@@ -190,17 +196,17 @@ class GPT(nn.Module):
 
 
 def positions_within(documents: Tensor) -> Tensor:
-    """Count each position from the start of its document, from 0: (B, T) -> (B, T) int64."""
-    place = torch.arange(documents.shape[1], device=documents.device)
+    """Return each position within its document, from 0: (B, T) -> (B, T) int64."""
+    column = torch.arange(documents.shape[1], device=documents.device)
     starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)  # (B, T)
-    return place - (place * starts).cummax(dim=1).values
+    return column - (column * starts).cummax(dim=1).values  # minus the start of its document
 
 
 @contextmanager
 def inference(model: GPT) -> Iterator[None]:
-    """No gradients and no dropout inside; the model's mode is restored at the end."""
+    """Turn off gradients and dropout in the block, and restore the model's mode after it."""
     training = model.training
-    if training:  # it is set on every module in turn: too slow for each token of a decoding
+    if training:  # eval() visits every module: too slow to call for each token that is decoded
         model.eval()
     try:
         with torch.no_grad():

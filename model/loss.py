@@ -1,4 +1,4 @@
-"""Cross entropy of what the head makes of the residual stream, with or without all logits at once.
+"""Cross entropy of the head's logits, never holding all of them where the vocabulary is large.
 
 N tokens, B T of them   C width   V vocabulary
 """
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-IGNORE_INDEX = -100  # a target that does not count, torch's own default
-LARGE_VOCAB = 16_384  # from here on the loss is computed chunk by chunk
+IGNORE_INDEX = -100  # a target that does not count; PyTorch's own default
+LARGE_VOCAB = 16_384  # from here on the loss is computed in chunks
 CHUNK_TOKENS = 1_024  # tokens whose logits exist at one time
 
 Reduction = Literal["mean", "sum", "none"]
@@ -22,9 +22,9 @@ Reduction = Literal["mean", "sum", "none"]
 class CrossEntropy(nn.Module):
     """-log softmax(head x)[target] in nats, over the targets that are not IGNORE_INDEX.
 
-    x (B, T, C), head (V, C), targets (B, T). For a large vocabulary the logits (B, T, V) would
-    dwarf the rest of the model, so they are made for CHUNK_TOKENS tokens at a time, and made again
-    for backward.
+    x (B, T, C), head (V, C), targets (B, T). With 50,000 tokens in the vocabulary the logits
+    (B, T, V) take more memory than the rest of the model. So for a large vocabulary they are made
+    for CHUNK_TOKENS tokens at a time, and made again for the backward pass.
     """
 
     def forward(self, x: Tensor, head: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
@@ -43,13 +43,13 @@ class CrossEntropy(nn.Module):
         return losses.sum() / (flat_targets != IGNORE_INDEX).sum().clamp(min=1)
 
     def losses(self, x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-        """x (N, C), head (V, C), targets (N,) -> (N,), 0 where ignored."""
+        """x (N, C), head (V, C), targets (N,) -> (N,), 0 where the target is ignored."""
         logits = F.linear(x, head)  # (N, V)
-        # In float32 at least: exp and log of 8 bits of mantissa would show in the loss.
+        # At least float32: the rounding of bfloat16's 8 bits would show in the loss.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
 
 
 def in_chunks(head: Tensor, targets: Tensor) -> bool:
-    """Whether the logits of targets (N,) are too many to be held at once, for head (V, C)."""
+    """Return whether head (V, C) and targets (N,) are too many for all logits at once."""
     return head.shape[0] >= LARGE_VOCAB and targets.numel() > CHUNK_TOKENS
