@@ -58,7 +58,7 @@ def _penalized(logits: Tensor, settings: SamplingConfig, seen: Tensor | None) ->
 def generate(
     model: GPT, prompt: Tensor, settings: SamplingConfig, rng: torch.Generator, **options: Any
 ) -> Iterator[Tensor]:
-    """Yield the next ids, (B,) int64 at a time. Arguments as of `generate_with_logits`."""
+    """Yield the next ids, (B,) int64 at a time. Same arguments as `generate_with_logits`."""
     for ids, _ in generate_with_logits(model, prompt, settings, rng, **options):
         yield ids
 
@@ -74,7 +74,7 @@ def generate_with_logits(
     first_ids: Sequence[int] = (),
     use_cache: bool = True,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the next ids (B,) and their logits (B, V), to max_new_tokens or till all rows stopped.
+    """Yield the next ids (B,) and their logits (B, V), until max_new_tokens or all rows stopped.
 
     prompt: (B, P) ids, P >= 1, all rows of one length. If P is more than the context, the last
         context_length ids are used.
