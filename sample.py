@@ -74,12 +74,12 @@ def main(argv: list[str]) -> int:
 
         from training.device import Precision
         from training.distributed import pick_device
-        from training.weights import load_for_sampling
+        from training.weights import find_weights
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = pick_device(options.device)
-    model, tokenizer = load_for_sampling(Path(run), options.which, device)
+    model, tokenizer = find_weights(run, options.which).load(device)
     with Precision(getattr(torch, options.dtype), device.type).autocast():
         write_samples(model, tokenizer, prompt, options, settings)
     return 0

@@ -14,12 +14,12 @@ import torch
 
 from model.inspect import attention_maps
 from tools import attention
-from training.weights import load_for_sampling
+from training.weights import find_weights
 
 
 @pytest.fixture(scope="module")
 def sampled(trained_once):
-    return load_for_sampling(trained_once, "latest", torch.device("cpu"))
+    return find_weights(trained_once, "latest").load(torch.device("cpu"))
 
 
 def data_of(text: str) -> dict:

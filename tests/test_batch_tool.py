@@ -14,7 +14,7 @@ from data.prepare import prepared_folder
 from data.shards import Windows
 from data.tokenizer import load_tokenizer
 from tools import batch
-from training.checkpoint import data_folder, find_checkpoint
+from training.checkpoint import find_checkpoint
 from training.report.history import read_history
 
 
@@ -90,13 +90,13 @@ def test_long_windows_are_shortened():
 
 def test_missing_data_is_an_error_that_names_its_fingerprint(trained, tmp_path):
     config = read_history(trained).config
-    about = find_checkpoint(trained, "latest").about
-    assert data_folder(about, config).is_dir()
-    moved = {**about, "data_folder": str(tmp_path / "gone")}
-    assert data_folder(moved, config).is_dir()  # found by its fingerprint
+    found = find_checkpoint(trained, "latest")
+    assert found.data_folder(config).is_dir()
+    moved = replace(found, about={**found.about, "data_folder": str(tmp_path / "gone")})
+    assert moved.data_folder(config).is_dir()  # found by its fingerprint
     elsewhere = replace(config, data=replace(config.data, prepared_dir=str(tmp_path)))
-    with pytest.raises(ConfigError, match=about["data_fingerprint"][:12]):
-        data_folder(moved, elsewhere)
+    with pytest.raises(ConfigError, match=found.about["data_fingerprint"][:12]):
+        moved.data_folder(elsewhere)
 
 
 @pytest.mark.parametrize("options", [[], ["--step=-1"], ["--step=1", "--chars=-1"]], ids=str)

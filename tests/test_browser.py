@@ -18,7 +18,7 @@ from runlib import PASSAGE, write_run
 from tools import attention
 from training.report.history import read_history
 from training.report.page import write_report
-from training.weights import load_for_sampling
+from training.weights import find_weights
 
 pytestmark = pytest.mark.browser
 
@@ -268,7 +268,7 @@ def test_two_runs_in_one_page(browser, tmp_path):
 
 @pytest.fixture(scope="module")
 def attention_page(trained_once, tmp_path_factory) -> Path:
-    model, tokenizer = load_for_sampling(trained_once, "latest", torch.device("cpu"))
+    model, tokenizer = find_weights(trained_once, "latest").load(torch.device("cpu"))
     path = tmp_path_factory.mktemp("attention") / "attention.html"
     ids = tokenizer.encode("def f1(x):\n")
     path.write_text(attention.make_page("tiny", model, tokenizer, ids), encoding="utf-8")

@@ -109,7 +109,9 @@ def test_the_newest_good_one_wins_and_what_is_wrong_is_said(save):
 def test_all_damaged_is_an_error_that_says_the_ways_on(save):
     checkpoints = save(1)
     damage(checkpoints.path(1) / "state.json")
-    with pytest.raises(DamagedCheckpoint, match="none of the checkpoints .* --init_from") as found:
+    with pytest.raises(
+        DamagedCheckpoint, match="all checkpoints are damaged .* --init_from"
+    ) as found:
         Checkpoints(checkpoints.folder, lambda text: None).newest()
     assert exit_code_of(found.value) == 3
 
@@ -134,7 +136,7 @@ def test_damaged_ones_do_not_count_as_kept(save):
     said = []
     fresh = Checkpoints(checkpoints.folder, said.append)
     fresh.prune(keep=2)
-    assert [step for step in fresh.steps() if fresh._is_good(step)] == [2, 4]
+    assert [step for step in fresh.steps() if fresh._is_intact(step)] == [2, 4]
     fresh.prune(keep=2)
     assert len(said) == 2  # said once each
 
@@ -642,7 +644,7 @@ def test_the_seal_alone_finds_a_changed_manifest(save):
     folder = save(4).path(4)
     text = (folder / MANIFEST).read_text()
     (folder / MANIFEST).write_text(text.replace('"world": 1', '"world": 2'))
-    with pytest.raises(DamagedCheckpoint, match="its own hash does not fit"):
+    with pytest.raises(DamagedCheckpoint, match="its own hash does not match"):
         read_manifest(folder)
 
 

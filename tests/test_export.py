@@ -36,7 +36,7 @@ from tools.export import graph, huggingface
 from tools.export import onnx as export_onnx
 from tools.export.graph import GraphGPT, empty_past, make_cases
 from tools.export.tokenizer import PROBE, write_tokenizer
-from training.weights import load_for_sampling
+from training.weights import find_weights
 
 CONTEXT = 96
 # The architecture of config/small.py (Qwen3's) with grouped heads, and GPT-2's with a tied head.
@@ -57,7 +57,7 @@ def small(train_tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(small) -> GPT:
-    return load_for_sampling(small, "", torch.device("cpu"))[0]
+    return find_weights(small).load(torch.device("cpu"))[0]
 
 
 @pytest.fixture(scope="module")

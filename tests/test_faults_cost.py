@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model.gpt import GPT
-from training.checkpoint import Checkpoints, TrainState, model_tensors
+from training.checkpoint import Checkpoints, TrainState
 from training.config import read_config, to_json
 from training.optimizer import Optimizers
 
@@ -28,7 +28,9 @@ def test_what_a_save_costs(name, vocab_size, times, tmp_path, figure):
     for step in range(1, times + 1):
         state, began = TrainState(step=step), time.perf_counter()
         tokenizer = {"t.json": b"{}"}
-        checkpoints.save(state, model_tensors(model), optim, to_json(config), tokenizer, {})
+        checkpoints.save(
+            state, dict(model.named_parameters()), optim, to_json(config), tokenizer, {}
+        )
         seconds.append(time.perf_counter() - began)
         checkpoints.prune(2)
     size = sum(path.stat().st_size for path in checkpoints.path(times).rglob("*") if path.is_file())

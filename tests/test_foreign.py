@@ -48,7 +48,7 @@ from tools.export import __main__ as export
 from tools.export.huggingface import export_huggingface
 from training.metrics import read_metrics
 from training.observer import token_text
-from training.weights import find_weights, load_for_sampling
+from training.weights import find_weights
 
 TEXT = "def main(argv):\n    return argv\n\nclass Name:\n    pass\n" * 30
 PROMPT = "def main(argv):"
@@ -122,7 +122,7 @@ def their_ids(folder: Path, prompt: str, **options) -> list[int]:
 
 
 def our_ids(folder: Path, prompt: str) -> list[int]:
-    model, tokenizer = load_for_sampling(folder, "", torch.device("cpu"))
+    model, tokenizer = find_weights(folder).load(torch.device("cpu"))
     ids, first, _ = prompt_ids(tokenizer, prompt, 999)
     settings = SamplingConfig(temperature=0.0, max_new_tokens=40)
     new = generate(
@@ -318,7 +318,7 @@ def test_evaluation_begins_each_document_with_the_start(tmp_path):
 @torch.no_grad()
 def test_a_start_between_documents_is_given_and_not_scored(tmp_path):
     folder = model_folder(tmp_path / "model", None, processor=template(f"{START} $A"))
-    model, tokenizer = load_for_sampling(folder, "", torch.device("cpu"))
+    model, tokenizer = find_weights(folder).load(torch.device("cpu"))
     ids = [START_ID, *tokenizer.encode("def"), EOT_ID, START_ID, *tokenizer.encode("class")]
     at = ids.index(START_ID, 1)
     losses = model(torch.tensor([ids[:-1]]), torch.tensor([ids[1:]]), reduction="none")[0]
@@ -567,7 +567,7 @@ def test_another_tokenizer_than_the_runs_is_refused(own_run, tiny_argv, tmp_path
         argv = tiny_argv(tmp_path / "x", init_from=run, tokenizer=other)
         code, _, err = command(train.main, *argv)
         assert code == 2
-        assert f"data.tokenizer={other}" in err and "leave --tokenizer out" in err
+        assert f"data.tokenizer={other}" in err and "--tokenizer" in err
         if other != "byte":  # nothing was made from the text to find out
             assert name in err and f"run:{run}" in err
 

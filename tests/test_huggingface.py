@@ -31,7 +31,7 @@ from model.huggingface import (
 from training.checkpoint import load_model_tensors
 from training.config import Config, from_json
 from training.metrics import read_metrics
-from training.weights import find_weights, inherit_model, load_first_weights, load_for_sampling
+from training.weights import find_weights, inherit_model
 
 V, CONTEXT = 211, 256
 LLAMA3 = {
@@ -317,7 +317,7 @@ def test_tensors_that_do_not_fit_are_named(theirs, tmp_path):
         shutil.rmtree(folder)
     folder = rewritten(theirs["llama-gqa"][1], tmp_path, lambda t: {**t, name: t[name][:-1]})
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight"):
-        load_for_sampling(folder, "", torch.device("cpu"))
+        find_weights(folder).load(torch.device("cpu"))
 
 
 def test_damaged_weights_are_told_as_damage(theirs, tmp_path):
@@ -421,7 +421,7 @@ def test_a_run_takes_the_shape_the_tokenizer_and_a_context_as_asked(theirs):
     config = inherit_model(asked(folder, context_length=32, dropout=0.1), said.append)
     assert config.model == replace(read_folder(folder)[0], context_length=32, dropout=0.1)
     assert config.data.tokenizer == f"hf:{folder}"
-    assert "context 32 of the 256" in said[0] and "d_model=48" in said[-1]
+    assert "context_length=32" in said[0] and "256" in said[0] and "d_model=48" in said[-1]
     explicit = replace(asked(folder), data=replace(Config().data, tokenizer="byte"))
     assert inherit_model(explicit, said.append).data.tokenizer == "byte"
 
@@ -543,7 +543,7 @@ def test_fine_tuning_goes_on_from_the_weights_and_resumes(
 def test_ids_that_the_weights_do_not_know_are_refused(pretrained, tiny_folder, command):
     import train
 
-    for tokenizer, said in (("byte", "257"), ("bpe:300", "know")):
+    for tokenizer, said in (("byte", "257"), ("bpe:300", "its ids")):
         argv = fine_tune(pretrained, tiny_folder, tokenizer=tokenizer)
         code, _, err = command(train.main, *argv)
         assert code == 2
@@ -554,6 +554,6 @@ def test_other_ids_of_the_same_number_are_refused(pretrained, tiny_folder, tmp_p
     tokenizer = load_tokenizer(pretrained)
     swapped = replace(tokenizer, table=[*tokenizer.table[1:], tokenizer.table[0]])
     model = GPT(find_weights(pretrained).config)
-    load_first_weights(model, str(pretrained), tokenizer)
+    find_weights(str(pretrained)).start(model, tokenizer)
     with pytest.raises(ConfigError, match=f"use --tokenizer=hf:{pretrained}"):
-        load_first_weights(model, str(pretrained), swapped)
+        find_weights(str(pretrained)).start(model, swapped)

@@ -15,7 +15,7 @@ from model.config import SamplingConfig
 from model.generate import generate, next_distribution
 from model.inspect import attention_maps
 from tools.play.__main__ import main
-from training.weights import load_for_sampling
+from training.weights import find_weights
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("starlette")
@@ -27,7 +27,7 @@ TEXT = "def f1(x):\n"
 
 @pytest.fixture(scope="module")
 def model_and_tokenizer(trained_once):
-    return load_for_sampling(trained_once, "", torch.device("cpu"))
+    return find_weights(trained_once).load(torch.device("cpu"))
 
 
 @pytest.fixture

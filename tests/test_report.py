@@ -36,7 +36,7 @@ from training.report.history import (
     smoothed,
 )
 from training.report.page import fill_template, page_data, try_report, write_report
-from training.weights import load_for_sampling
+from training.weights import find_weights
 
 
 @pytest.fixture(scope="module")
@@ -523,7 +523,7 @@ def test_a_run_whose_report_fails_continues(train_tiny, tmp_path, monkeypatch, c
 
 @pytest.fixture(scope="module")
 def sampled(trained_once):
-    return load_for_sampling(trained_once, "latest", torch.device("cpu"))
+    return find_weights(trained_once, "latest").load(torch.device("cpu"))
 
 
 class Window:

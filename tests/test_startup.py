@@ -145,7 +145,7 @@ def test_options_that_come_from_the_weights_are_printed(finetune, capsys):
     finetune()
     out = capsys.readouterr().out
     assert "step-8 (step 8), the optimizer starts fresh" in out
-    said = next(line for line in out.splitlines() if line.startswith("the weights bring"))
+    said = next(line for line in out.splitlines() if line.startswith("from the weights:"))
     assert "n_layers=1" in said
     assert "d_model=16" in said
     assert "dropout" not in said
@@ -167,7 +167,7 @@ def test_options_that_contradict_the_weights_are_listed(finetune, tmp_path):
     assert "model.n_layers=3: the weights in" in told
     assert "model.d_model=32: the weights in" in told
     assert "model.context_length=32: the weights in" in told
-    assert "leave these options out" in told
+    assert "remove these options" in told
     assert not (tmp_path / "fine/run.json").exists()
 
 

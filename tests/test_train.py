@@ -24,7 +24,7 @@ from training.config import from_json
 from training.evaluate import Evaluation
 from training.metrics import read_metrics
 from training.step import NonFinite
-from training.weights import load_for_sampling
+from training.weights import find_weights
 
 
 def metrics(folder: Path, name: str) -> dict[int, float]:
@@ -259,7 +259,7 @@ def test_validation_hides_documents_from_each_other_too(
     options = {"windows": windows, "document_mask": True, "eval_windows": 0, "lr": 0.1}
     train_tiny(tmp_path, **short_documents, **options, report=True, context_length=64)
     config = from_json((tmp_path / "run.json").read_text())
-    model = load_for_sampling(tmp_path, "latest", torch.device("cpu"))[0]
+    model = find_weights(tmp_path, "latest").load(torch.device("cpu"))[0]
     total, count, first_row = 0.0, 0, []
     rows = Windows(prepared_folder(config.data), "val", 64, windows, document_mask=True)
     for i in range(len(rows)):

@@ -51,11 +51,11 @@ def main(argv: list[str]) -> int:
 
     from data.tokenizer import check_ids
     from training.report.page import check_page
-    from training.weights import load_for_sampling
+    from training.weights import find_weights
 
     if options.out:
         check_page(Path(options.out))
-    model, tokenizer = load_for_sampling(Path(run), options.which, torch.device("cpu"))
+    model, tokenizer = find_weights(run, options.which).load(torch.device("cpu"))
     ids = [*tokenizer.bos, *tokenizer.encode(options.prompt)]
     check_ids(ids, model.config.vocab_size, tokenizer)
     shown = ids[: min(options.tokens, model.config.context_length)]

@@ -39,11 +39,11 @@ class BatchOptions:
 def main(argv: list[str]) -> int:
     """Print what was logged of the step, then each of its windows."""
     options, (run,) = parse_options(argv, BatchOptions, usage=USAGE, positionals=["RUN"])
-    from training.checkpoint import data_folder, find_checkpoint
+    from training.checkpoint import find_checkpoint
     from training.report.history import read_config
 
     config = read_config(Path(run))
-    folder = data_folder(find_checkpoint(Path(run), "latest").about, config)
+    folder = find_checkpoint(Path(run), "latest").data_folder(config)
     for line in logged(Path(run), options.step):
         print(line)
     for where, text in step_windows(config, folder, options.step):

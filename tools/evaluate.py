@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
         torch.set_num_threads(options.threads)
     device = pick_device(options.device)
     weights = find_weights(Path(run), options.which)
-    config = run_config(weights)
+    config = weights.checkpoint and weights.checkpoint.config()  # None: a Hugging Face folder
     split = None if options.source else validation_split(weights, config)
     model, tokenizer = weights.load(device)
     precision = Precision(getattr(torch, options.dtype), device.type)
@@ -114,14 +114,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def run_config(weights: Weights) -> Config | None:
-    """Return the config of the run that the weights come from; None for a Hugging Face folder."""
-    from training.checkpoint import RUN, read_json
-    from training.config import from_json
-
-    return from_json(read_json(weights.path / RUN)) if weights.is_ours else None
-
-
 def validation_split(weights: Weights, config: Config | None) -> Windows:
     """Return the windows that the run of these weights evaluates.
 
@@ -130,12 +122,11 @@ def validation_split(weights: Weights, config: Config | None) -> Windows:
     """
     from data.meta import read_meta
     from data.shards import Windows
-    from training.checkpoint import MANIFEST, data_folder, read_json
 
     hint = "choose a text, for example --source=my.txt"
-    if config is None:
+    if config is None or weights.checkpoint is None:
         raise ConfigError(f"{weights.path} is not a run and has no validation text; {hint}")
-    folder = data_folder(read_json(weights.path / MANIFEST)["about"], config)
+    folder = weights.checkpoint.data_folder(config)
     if not read_meta(folder).of("val"):
         raise ConfigError(f"{weights.path}: the run has no validation text; {hint}")
     data, T = config.data, config.model.context_length

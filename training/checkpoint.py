@@ -1,12 +1,13 @@
-"""Checkpoints that are complete or absent, and that never load wrong values.
+"""Checkpoints: written complete or not at all, verified before they are used.
 
     checkpoints/step-N/   model.safetensors  optim.safetensors  run.json  state.json  tokenizer/
-                          MANIFEST.json      sizes and SHA-256 of all of these, and its own
-    checkpoints/best      one line: the folder of the best evaluation
+                          MANIFEST.json      size and SHA-256 of each of these, and of itself
+    checkpoints/best      one line: the name of the folder with the best evaluation
 
-Saving writes into a temporary folder, flushes every file to the disk, the manifest last, and
-renames the folder: a kill at any moment leaves the old checkpoints and perhaps a `.tmp-` folder. A
-bit flipped later is found by its hash.
+A save writes into a temporary folder, syncs every file to disk (the manifest last) and renames the
+folder. A kill at any moment leaves the old checkpoints, and at most a `.tmp-` folder that the next
+start removes. A bit that flips later is found by its hash. Nothing that is read is ever executed,
+and no name found in a file leads out of its folder.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -44,21 +45,24 @@ from data.prepare import prepared_root
 from data.prepared import find_fingerprint
 from training.config import Config, from_json
 
-# Every number, besides tensors, that can change a later update.
+MANIFEST, FORMAT = "MANIFEST.json", 1
+MODEL, OPTIM, RUN, STATE = "model.safetensors", "optim.safetensors", "run.json", "state.json"
+FILES = (MODEL, OPTIM, RUN, STATE)
+MAX_JSON = 64 << 20  # bytes; plainGPT writes no larger JSON file
 
-# What torch's GradScaler calls its state.
-SCALER = {
-    "scale": float,
-    "growth_factor": float,
-    "backoff_factor": float,
-    "growth_interval": int,
-    "_growth_tracker": int,
-}
+
+class DamagedCheckpoint(RuntimeError):
+    """A checkpoint is incomplete or its bytes have changed; the message names the file."""
+
+    exit_code = 3
+
+
+# The state of a run, besides tensors
 
 
 @dataclass
 class TrainState:
-    """The state of a run after an update; saved as state.json."""
+    """Every number, besides tensors, that can change a later update; saved as state.json."""
 
     step: int = 0  # updates done
     best_loss: float | None = None
@@ -68,13 +72,13 @@ class TrainState:
     last_val_loss: float | None = None
     skipped: int = 0  # float16 steps
     tokens: int | None = 0  # targets trained on; None: the run began before they were counted
-    scaler: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)  # of torch's GradScaler, for float16
     wandb_id: str | None = None
-    seconds: float = 0.0  # of a time budget that are used
+    seconds: float = 0.0  # used of a time budget
     fits: tuple[tuple[int, ...], ...] = ()  # of the budget: (step, max_steps from there on)
 
     def record(self, val_loss: float) -> bool:
-        """Note an evaluation at this step; True if it is the best so far."""
+        """Record an evaluation at this step; return True if it is the best so far."""
         self.evaluated_at, self.last_val_loss = self.step, val_loss
         if self.best_loss is None or val_loss < self.best_loss:
             self.best_loss, self.best_step, self.since_best = val_loss, self.step, 0
@@ -83,10 +87,19 @@ class TrainState:
         return False
 
 
-def state_from_json(saved: Any) -> TrainState:
-    """The state that a state.json holds. A number newer than the file has its default.
+SCALER = {
+    "scale": float,
+    "growth_factor": float,
+    "backoff_factor": float,
+    "growth_interval": int,
+    "_growth_tracker": int,
+}
 
-    Raises ValueError that names what is unknown, of a wrong type or out of range.
+
+def state_from_json(saved: Any) -> TrainState:
+    """Check what a state.json holds. A field newer than the file has its default.
+
+    Raises ValueError naming a field that is unknown, of a wrong type or out of range.
     """
     if not isinstance(saved, dict):
         raise ValueError("must be an object")
@@ -95,55 +108,31 @@ def state_from_json(saved: Any) -> TrainState:
         raise ValueError(f"unknown {', '.join(sorted(map(repr, unknown)))}")
     types, values = get_type_hints(TrainState), {"tokens": None, **saved}
     scaler = values.pop("scaler", {})
-    values = {name: conform(types[name], value, name) for name, value in values.items()}
-    state = TrainState(**values, scaler=_scaler_from_json(scaler))
+    state = TrainState(**{name: conform(types[name], v, name) for name, v in values.items()})
     counts = (state.step, state.since_best, state.skipped, state.best_step or 0, state.tokens or 0)
     if min(counts) < 0 or max(counts) >= 1 << 62:
         raise ValueError("a count is out of range")
     bad_fits = [fit for fit in state.fits if len(fit) != 2 or not 0 <= fit[0] <= fit[1] < 1 << 62]
     if bad_fits or state.seconds < 0:
-        raise ValueError("the time budget's numbers are out of range")
+        raise ValueError("the numbers of the time budget are out of range")
+    if scaler != {}:
+        if not isinstance(scaler, dict) or scaler.keys() != SCALER.keys():
+            raise ValueError(f"scaler must hold {', '.join(SCALER)}")
+        state.scaler = {name: conform(SCALER[name], v, name) for name, v in scaler.items()}
+        if not 0 < state.scaler["scale"] < 2.0**128:  # a float32 above 0
+            raise ValueError(f"scaler.scale={state.scaler['scale']} is out of range")
     return state
-
-
-def _scaler_from_json(saved: Any) -> dict[str, Any]:
-    if saved == {}:  # no float16
-        return {}
-    if not isinstance(saved, dict) or saved.keys() != SCALER.keys():
-        raise ValueError(f"scaler must hold {', '.join(SCALER)}")
-    values = {name: conform(SCALER[name], value, f"scaler.{name}") for name, value in saved.items()}
-    if not 0 < values["scale"] < 2.0**128:  # a float32 above 0
-        raise ValueError(f"scaler.scale={values['scale']} is out of range")
-    return values
-
-
-# Files that are complete or absent, and the manifest that proves each byte of them.
-#
-# Every file is hashed while it is written and is on the disk before its name counts. What is read
-# back is believed only after its size and SHA-256 fit. Nothing that is read is ever executed, and
-# no name that comes from a file leads out of its folder.
-
-MANIFEST = "MANIFEST.json"
-FORMAT = 1
-MODEL, OPTIM, RUN, STATE = "model.safetensors", "optim.safetensors", "run.json", "state.json"
-FILES = (MODEL, OPTIM, RUN, STATE)
-MAX_JSON = 64 << 20  # a larger JSON file is not ours
-DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
-
-
-class DamagedCheckpoint(RuntimeError):
-    """A checkpoint that is incomplete or whose bytes have changed; the message names the file."""
-
-    exit_code = 3
 
 
 # Writing
 
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+
 
 def tensor_pieces(tensors: dict[str, Tensor]) -> Iterator[Piece]:
-    """A safetensors file, one tensor at a time: the memory of one is all that this takes.
+    """Yield a safetensors file tensor by tensor; only one is in memory at a time.
 
-    The form (github.com/huggingface/safetensors): the length of the header in 8 bytes, the header
+    The format (github.com/huggingface/safetensors): the length of the header in 8 bytes, the header
     in JSON, then the tensors, little-endian, without gaps.
     """
     header, end = {}, 0
@@ -160,7 +149,7 @@ def tensor_pieces(tensors: dict[str, Tensor]) -> Iterator[Piece]:
 
 
 def write_manifest(folder: Path, step: int, about: dict[str, Any], files: dict[str, Entry]) -> None:
-    """The last file of a checkpoint. `seal` is a hash of the rest: the manifest proves itself."""
+    """Write the last file of a checkpoint. Its `seal` is the hash of the rest of it."""
     manifest = {"format": FORMAT, "step": step, "about": about, "files": files}
     sealed = {**manifest, "seal": _hash_of(manifest)}
     write_file(folder / MANIFEST, [json_bytes(sealed)])
@@ -170,14 +159,14 @@ def _hash_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-# Reading
+# Reading: every byte is verified before it is believed
 
 
 def read_manifest(path: Path, skip: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The manifest of a checkpoint, once every file it names has its size and SHA-256.
+    """Verify size and SHA-256 of every file of a checkpoint, then return its manifest.
 
-    skip: files that are not needed, and so not looked at.
-    Raises DamagedCheckpoint naming the file that is missing, changed, strange or too many.
+    skip: files that are not needed and so are not verified.
+    Raises DamagedCheckpoint naming the file that is missing, changed or not listed.
     """
     manifest = read_json(path / MANIFEST)
     problem = _problem_of(manifest)
@@ -188,23 +177,22 @@ def read_manifest(path: Path, skip: tuple[str, ...] = ()) -> dict[str, Any]:
     for name, entry in manifest["files"].items():
         if name not in skip:
             _check_file(path / name, entry)
-    for found in (path / "tokenizer").iterdir():  # one that is not listed might be read first
+    for found in (path / "tokenizer").iterdir():  # an extra file might be preferred by a reader
         if f"tokenizer/{found.name}" not in manifest["files"] and found.name[0] != ".":
             raise DamagedCheckpoint(f"{found} does not belong there: {MANIFEST} does not list it")
     return manifest
 
 
 def _problem_of(manifest: Any) -> str:
-    """What is wrong with a manifest before any file is looked at; "" if nothing is.
+    """Describe what is wrong with a manifest before any file is opened; "" if nothing is.
 
-    Anyone can compute a seal that fits: it finds accidents. So all else is checked as well.
+    Anyone can compute a matching seal. It finds accidents, so the rest is checked as well.
     """
     if not isinstance(manifest, dict):
         return "not an object"
     try:
-        seal = manifest.pop("seal", None)
-        if seal != _hash_of(manifest):
-            return "its own hash does not fit"
+        if manifest.pop("seal", None) != _hash_of(manifest):
+            return "its own hash does not match"
     except RecursionError:
         return "nested too deeply"
     if manifest.get("format") != FORMAT:
@@ -212,7 +200,8 @@ def _problem_of(manifest: Any) -> str:
     files, about = manifest.get("files"), manifest.get("about")
     if not _is_count(manifest.get("step")) or not isinstance(files, dict):
         return "step or files missing"
-    if not isinstance(about, dict) or not all(_is_plain(value) for value in about.values()):
+    plain = (str, int, float, type(None))
+    if not isinstance(about, dict) or not all(isinstance(v, plain) for v in about.values()):
         return "about must hold plain values"
     for name in FILES:
         if name not in files:
@@ -233,71 +222,69 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (str, int, float))
-
-
 def _check_file(path: Path, expected: Entry) -> None:
+    size = _size_of(path)
+    if size != expected["size"]:
+        raise DamagedCheckpoint(f"{path} has {size} bytes, not {expected['size']}")
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    if digest.hexdigest() != expected["sha256"]:
+        raise DamagedCheckpoint(f"{path} is damaged: its SHA-256 does not match {MANIFEST}")
+
+
+def _size_of(path: Path) -> int:
     try:
         status = os.lstat(path)
     except OSError as error:
         raise DamagedCheckpoint(f"{path} is missing ({error.strerror})") from error
     if not stat.S_ISREG(status.st_mode) or path.parent.is_symlink():
         raise DamagedCheckpoint(f"{path} is not a plain file")
-    if status.st_size != expected["size"]:
-        raise DamagedCheckpoint(f"{path} has {status.st_size} bytes, not {expected['size']}")
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    if digest.hexdigest() != expected["sha256"]:
-        raise DamagedCheckpoint(f"{path} is damaged: its SHA-256 does not fit {MANIFEST}")
+    return status.st_size
 
 
 def read_json(path: Path) -> Any:
-    """The content of a small JSON file. Raises DamagedCheckpoint if it cannot be had."""
+    """Read a small JSON file. Raises DamagedCheckpoint if it is missing or damaged."""
+    if _size_of(path) > MAX_JSON:
+        raise DamagedCheckpoint(f"{path} is larger than any JSON file that plainGPT writes")
     try:
-        status = os.lstat(path)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON:
-            raise DamagedCheckpoint(f"{path} is not a plain JSON file")
         return json.loads(path.read_bytes())
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path} is missing ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: not JSON ({error})") from error
 
 
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no number in these tensors is inf or nan, by their largest magnitude."""
-    numbers = [t for t in tensors if t.is_floating_point() and t.numel()]
-    return math.isfinite(torch.nn.utils.get_total_norm(numbers, norm_type=math.inf))
+BAD_TENSORS = (safetensors.SafetensorError, OSError, ValueError, KeyError)  # raised by safetensors
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Load a safetensors file to the CPU. Raises DamagedCheckpoint if it is not one."""
+    try:
+        return safetensors.torch.load_file(path)
+    except BAD_TENSORS as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
 
 
 def check_finite(path: Path) -> None:
-    """Raise DamagedCheckpoint if a file holds inf or nan, one tensor at a time, or no tensors."""
+    """Raise DamagedCheckpoint if a tensor of the file is not finite; one is loaded at a time."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 if not all_finite([file.get_tensor(name)]):
                     raise DamagedCheckpoint(f"{path}: {name} is not finite (inf or nan)")
-    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
+    except BAD_TENSORS as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU. Raises DamagedCheckpoint if it is none."""
-    try:
-        return safetensors.torch.load_file(path)
-    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
-
-
-# A checkpoint read back: verified first, then its parts.
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether no number is inf or nan, by the largest magnitude."""
+    numbers = [t for t in tensors if t.is_floating_point() and t.numel()]
+    return math.isfinite(torch.nn.utils.get_total_norm(numbers, norm_type=math.inf))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint, its small files parsed."""
+    """A verified checkpoint with its small files parsed; tensors are loaded on request."""
 
     path: Path
     run: dict[str, Any]
@@ -310,12 +297,51 @@ class Checkpoint:
     def optim_tensors(self) -> dict[str, Tensor]:
         return read_tensors(self.path / OPTIM)
 
+    def config(self) -> Config:
+        """Parse the config of the run that this is a checkpoint of.
+
+        Raises DamagedCheckpoint if it is not valid, or describes a larger model than the file of
+        weights can hold: sizes from a file are checked before anything is allocated.
+        """
+        path = self.path / RUN
+        try:
+            config = from_json(self.run)
+            problems = config.problems()
+            if config.model.vocab_size is None:
+                problems.append("model.vocab_size is missing")
+            if problems:
+                raise ConfigError(problems)
+            c = config.model.resolved(config.model.vocab_size)
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+        heads = 2 * (c.n_heads + c.n_kv_heads) * c.d_head  # q, o, k and v
+        block = c.d_model * (heads + 2 * c.d_mlp)  # at least: an MLP may have a gate
+        at_least = 4 * (c.vocab_size * c.d_model + c.n_layers * block)
+        size = (self.path / MODEL).stat().st_size
+        if at_least > size:
+            raise DamagedCheckpoint(
+                f"{path} describes a model of at least {at_least:,} bytes, but {MODEL} has {size:,}"
+            )
+        return config
+
+    def data_folder(self, config: Config) -> Path:
+        """Find the prepared data that the run was trained on. Raises ConfigError if it is gone."""
+        wanted, hint = str(self.about["data_fingerprint"]), str(self.about.get("data_folder", ""))
+        root = prepared_root(config.data)
+        folder = find_fingerprint(root, wanted, hint)
+        if folder is None:
+            raise ConfigError(
+                f"{root} has no data with fingerprint {wanted[:12]}, which the run was trained on: "
+                f"prepare data.source={config.data.source} again"
+            )
+        return folder
+
 
 def load_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
     """Verify every byte of a checkpoint, then read its small files.
 
-    weights_only: leave out the optimizer's state, which may be missing then.
-    Raises DamagedCheckpoint naming the file that is missing, of another size or hash, or strange.
+    weights_only: ignore the optimizer's state, which may then be missing.
+    Raises DamagedCheckpoint naming the file that is missing, changed or invalid.
     """
     manifest = read_manifest(path, skip=(OPTIM,) if weights_only else ())
     run, saved = read_json(path / RUN), read_json(path / STATE)
@@ -328,72 +354,30 @@ def load_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
     return Checkpoint(path, run, state, manifest["about"])
 
 
-def config_of(checkpoint: Checkpoint) -> Config:
-    """The config that a checkpoint was made with.
-
-    Raises DamagedCheckpoint if it is none, or is of a larger model than the weights are: sizes that
-    come from a file are checked before anything is allocated.
-    """
-    path = checkpoint.path / RUN
-    try:
-        config = from_json(checkpoint.run)
-        problems = config.problems()
-        if config.model.vocab_size is None:
-            problems.append("model.vocab_size is missing")
-        if problems:
-            raise ConfigError(problems)
-        shape = config.model.resolved(config.model.vocab_size)
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
-    heads = 2 * (shape.n_heads + shape.n_kv_heads) * shape.d_head  # q, o, k and v
-    block = shape.d_model * (heads + 2 * shape.d_mlp)  # at least: an MLP may have a gate
-    at_least = 4 * (shape.vocab_size * shape.d_model + shape.n_layers * block)
-    size = (checkpoint.path / MODEL).stat().st_size
-    if at_least > size:
-        raise DamagedCheckpoint(
-            f"{path} is of a model of {at_least:,} bytes or more, {MODEL} has {size:,}"
-        )
-    return config
-
-
-def data_folder(about: Mapping[str, Any], config: Config) -> Path:
-    """Find the prepared data of the run that a checkpoint with this manifest is of.
-
-    Raises ConfigError if it is gone.
-    """
-    wanted, hint = str(about["data_fingerprint"]), str(about.get("data_folder", ""))
-    root = prepared_root(config.data)
-    folder = find_fingerprint(root, wanted, hint)
-    if folder is None:
-        raise ConfigError(
-            f"{root} holds no data with fingerprint {wanted[:12]}, which the run was trained on: "
-            f"prepare data.source={config.data.source} again"
-        )
-    return folder
-
+# The checkpoints of a run
 
 STEP_NAME = r"step-(0|[1-9][0-9]{0,17})"
-# What a kill can leave half-written: the names that this project makes, and no others.
+# What a kill can leave half-written: exactly the names that plainGPT makes, never a user's files.
 LEFT_IN_CHECKPOINTS = rf"\.old-{STEP_NAME}|\.tmp-({STEP_NAME}|pruned-[0-9]+|best)-[0-9]+"
 LEFT_IN_RUN = r"\.tmp-(run\.json|report\.html|wandb_id|\.launch)-[0-9]+"
 
 
 class Checkpoints:
-    """The checkpoints of one run folder."""
+    """The checkpoints of one run folder: save, find the newest, mark the best, prune."""
 
     def __init__(self, folder: Path, say: Say = print) -> None:
         self.folder, self.say = folder, say
-        self._known: dict[int, bool] = {}  # step -> whether it is good, as this process found
+        self._known: dict[int, bool] = {}  # step -> intact? Each is verified once per process
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
 
     def steps(self) -> list[int]:
-        """Steps that have a folder, good or not, ascending."""
+        """Return the steps that have a folder, intact or not, ascending."""
         if not self.folder.is_dir():
             return []
         names = (re.fullmatch(STEP_NAME, p.name) for p in self.folder.iterdir() if p.is_dir())
         return sorted(int(match[1]) for match in names if match)
-
-    def path(self, step: int) -> Path:
-        return self.folder / f"step-{step}"
 
     def save(
         self,
@@ -404,19 +388,25 @@ class Checkpoints:
         tokenizer: dict[str, bytes],
         about: dict[str, Any],
     ) -> bool:
-        """Write step-N, complete or not at all. False if this state is there and good already.
+        """Write step-N completely or not at all. Return False if it holds this state already.
 
-        Raises OSError when the disk is full or not writable; nothing half-written stays.
+        Raises OSError if the disk is full or not writable; nothing half-written stays.
         """
         if self._holds(state):
             return False
-        final = self.path(state.step)
-        temporary = self.folder / f".tmp-{final.name}-{os.getpid()}"
+        temporary = self.folder / f".tmp-step-{state.step}-{os.getpid()}"
         self.folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
+        contents: dict[str, Iterable[Piece]] = {
+            MODEL: tensor_pieces(model),
+            OPTIM: tensor_pieces(optim),
+            RUN: [run_json.encode()],
+            STATE: [json_bytes(asdict(state))],
+            **{f"tokenizer/{name}": [tokenizer[name]] for name in sorted(tokenizer)},
+        }
         try:
-            temporary.mkdir()
-            files = _write_files(temporary, state, model, optim, run_json, tokenizer)
+            (temporary / "tokenizer").mkdir(parents=True)
+            files = {name: write_file(temporary / name, parts) for name, parts in contents.items()}
             write_manifest(temporary, state.step, about, files)
             for folder in (temporary / "tokenizer", temporary):
                 sync_folder(folder)
@@ -428,26 +418,64 @@ class Checkpoints:
         return True
 
     def _holds(self, state: TrainState) -> bool:
-        """Whether step-N is there, good, and says what would be written now."""
         path = self.path(state.step)
-        if not os.path.lexists(path) or not self._is_good(state.step):
+        if not os.path.lexists(path) or not self._is_intact(state.step):
             return False
         return (path / STATE).read_bytes() == json_bytes(asdict(state))
 
     def _put(self, temporary: Path, step: int) -> None:
-        """Rename a complete folder to step-N. One that is there already is replaced if it is good
-        (`clean` undoes it if a kill comes between), and else kept under another name."""
+        """Rename a complete folder to step-N.
+
+        An intact one of that name is replaced (`clean` restores it if a kill comes between the two
+        renames); a damaged one is kept under another name.
+        """
         final, old = self.path(step), self.folder / f".old-step-{step}"
         if os.path.lexists(final):
-            if self._is_good(step):
+            if self._is_intact(step):
                 os.rename(final, old)
             else:
                 aside = free_name(final.with_name(f"{final.name}.damaged"))
                 os.rename(final, aside)
                 self.say(f"moved the damaged {final} to {aside}")
         os.rename(temporary, final)
-        sync_folder(self.folder)
+        sync_folder(self.folder)  # only now is the new name itself on disk
         shutil.rmtree(old, ignore_errors=True)
+
+    def _is_intact(self, step: int) -> bool:
+        if step not in self._known:
+            try:
+                load_checkpoint(self.path(step))
+                self._known[step] = True
+            except DamagedCheckpoint as error:
+                self.say(f"warning: {error}")
+                self._known[step] = False
+        return self._known[step]
+
+    def newest(self, *, weights_only: bool = False) -> Checkpoint | None:
+        """Load the newest intact checkpoint, warning of newer damaged ones; None if there is none.
+
+        Raises DamagedCheckpoint if all are damaged.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                found = load_checkpoint(self.path(step), weights_only=weights_only)
+                for name in (MODEL,) if weights_only else (MODEL, OPTIM):
+                    check_finite(found.path / name)
+            except DamagedCheckpoint as error:
+                self._known[step] = False
+                self.say(f"warning: {error}; trying the previous checkpoint")
+                continue
+            if not weights_only:
+                self._known[step] = True
+            return found
+        if steps:
+            raise DamagedCheckpoint(
+                f"{self.folder}: all checkpoints are damaged ({steps}). Restore one from a backup, "
+                "start over with --overwrite=true (it moves this folder aside), or, if the weights "
+                "of one are intact, start another run from them with --init_from=FOLDER"
+            )
+        return None
 
     def set_best(self, step: int) -> None:
         """Point `best` at step-N."""
@@ -455,37 +483,37 @@ class Checkpoints:
         sync_folder(self.folder)
 
     def best_step(self) -> int | None:
-        """The step that `best` names, or None."""
+        """Return the step that `best` names, or None."""
         try:
             with open(self.folder / "best", "rb") as file:
                 match = re.fullmatch(STEP_NAME.encode() + rb"\s*", file.read(64))
         except (FileNotFoundError, NotADirectoryError):
             return None
         if match is None:
-            self.say(f"warning: {self.folder / 'best'} does not name a checkpoint; ignored")
+            self.say(f"warning: {self.folder / 'best'} does not name a checkpoint; ignoring it")
         return int(match[1]) if match else None
 
     def mend_best(self, state: TrainState) -> None:
-        """Let `best` name what `state` knows as best: a kill may have come between the two."""
+        """Point `best` at the best step of `state`: a kill can come between a save and `best`."""
         step = state.best_step
         if step is not None and step != self.best_step() and step in self.steps():
             self.set_best(step)
 
     def prune(self, keep: int) -> None:
-        """Delete the oldest, never `best`, and only while `keep` (>= 2) verified ones remain."""
-        good, best = 0, self.best_step()
+        """Delete old checkpoints, but keep the best and the newest `keep` (>= 2) intact ones."""
+        intact, best = 0, self.best_step()
         for step in reversed(self.steps()):
-            if good < max(2, keep):
-                good += self._is_good(step)
+            if intact < max(2, keep):
+                intact += self._is_intact(step)
             elif step != best:
-                # By another name first: a kill in the middle must not leave half a step-N.
+                # Renamed first, so that a kill never leaves half a step-N.
                 doomed = self.folder / f".tmp-pruned-{step}-{os.getpid()}"
                 os.rename(self.path(step), doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
                 self._known.pop(step, None)
 
     def clean(self) -> None:
-        """Remove what a kill left half-written. Only for who holds the run folder."""
+        """Remove what a kill left half-written. Only for the holder of the run folder's lock."""
         for old in _matching(self.folder, rf"\.old-{STEP_NAME}"):
             final = old.with_name(old.name.removeprefix(".old-"))
             if not os.path.lexists(final):
@@ -497,50 +525,19 @@ class Checkpoints:
             else:
                 leftover.unlink(missing_ok=True)
 
-    def newest(self, *, weights_only: bool = False) -> Checkpoint | None:
-        """The newest good one; what was wrong with a newer one is said. None if there is none.
 
-        Raises DamagedCheckpoint if there are some and all are damaged.
-        """
-        steps = self.steps()
-        for step in reversed(steps):
-            try:
-                found = load_checkpoint(self.path(step), weights_only=weights_only)
-                for name in (MODEL,) if weights_only else (MODEL, OPTIM):
-                    check_finite(found.path / name)
-            except DamagedCheckpoint as error:
-                self._known[step] = False
-                self.say(f"warning: {error}; trying the one before")
-                continue
-            if not weights_only:
-                self._known[step] = True
-            return found
-        if steps:
-            raise DamagedCheckpoint(
-                f"{self.folder}: none of the checkpoints {steps} is intact. Restore one from a "
-                "backup, start anew with --overwrite=true (it moves this folder aside), or, if the "
-                "weights are all that is left, start from them with --init_from=FOLDER elsewhere"
-            )
-        return None
-
-    def _is_good(self, step: int) -> bool:
-        """Whether step-N is intact; each is read once by a process, and what is wrong said once."""
-        if step not in self._known:
-            try:
-                load_checkpoint(self.path(step))
-                self._known[step] = True
-            except DamagedCheckpoint as error:
-                self.say(f"warning: {error}")
-                self._known[step] = False
-        return self._known[step]
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if re.fullmatch(pattern, path.name))
 
 
 def find_checkpoint(run: Path, which: str = "") -> Checkpoint:
-    """The checkpoint whose weights are meant: the state of the optimizer is not looked at.
+    """Load a checkpoint for its weights, without the optimizer's state.
 
-    run: a run folder, in which `which` is "best", "latest" or a step; with "" the best if there is
-    one, else the latest. Or a checkpoint itself.
-    Raises ConfigError if there is none, DamagedCheckpoint if it is damaged.
+    run: a checkpoint, or a run folder in which `which` is "best", "latest" or a step; "" means the
+    best if there is one, else the latest.
+    Raises ConfigError if it does not exist, DamagedCheckpoint if it is damaged.
     """
     if (run / MANIFEST).is_file():
         return load_checkpoint(run, weights_only=True)
@@ -562,41 +559,9 @@ def find_checkpoint(run: Path, which: str = "") -> Checkpoint:
     )
 
 
-def _write_files(
-    folder: Path,
-    state: TrainState,
-    model: dict[str, Tensor],
-    optim: dict[str, Tensor],
-    run_json: str,
-    tokenizer: dict[str, bytes],
-) -> dict[str, Entry]:
-    """Write everything but the manifest; returns its entries, hashed from what was written."""
-    entries = {
-        MODEL: write_file(folder / MODEL, tensor_pieces(model)),
-        OPTIM: write_file(folder / OPTIM, tensor_pieces(optim)),
-        RUN: write_file(folder / RUN, [run_json.encode()]),
-        STATE: write_file(folder / STATE, [json_bytes(asdict(state))]),
-    }
-    (folder / "tokenizer").mkdir()
-    for name in sorted(tokenizer):
-        entries[f"tokenizer/{name}"] = write_file(folder / "tokenizer" / name, [tokenizer[name]])
-    return entries
-
-
-def _matching(folder: Path, pattern: str) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if re.fullmatch(pattern, path.name))
-
-
-def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters by their plain names, a tied one once."""
-    return dict(model.named_parameters())
-
-
 def load_model_tensors(model: torch.nn.Module, tensors: dict[str, Tensor], source: str) -> None:
-    """Copy tensors into the model. Raises ConfigError listing all that does not fit."""
-    own = model_tensors(model)
+    """Copy tensors into the model. Raises ConfigError listing every mismatch."""
+    own = dict(model.named_parameters())  # a tied parameter appears once
     problems = [f"{source} has no tensor {name}" for name in own.keys() - tensors.keys()]
     problems += [f"{source} has an extra tensor {name!r}" for name in tensors.keys() - own.keys()]
     for name in own.keys() & tensors.keys():

@@ -20,7 +20,6 @@ from training.checkpoint import (
     Checkpoint,
     Checkpoints,
     TrainState,
-    config_of,
     load_checkpoint,
     load_model_tensors,
 )
@@ -47,7 +46,7 @@ from training.folder import (
     was_cleared,
 )
 from training.step import Setup
-from training.weights import inherit_model, load_first_weights, with_inherited_tokenizer
+from training.weights import find_weights, inherit_model, with_inherited_tokenizer
 
 # How a resumed run treats another value of an option. Each option names its kind after its help.
 KINDS = {
@@ -260,7 +259,7 @@ def _begin_or_resume(
         checkpoints.mend_best(newest.state)
     elif config.run.resume == "must":
         raise ConfigError(f"run.resume=must: {folder} holds no checkpoint to resume from")
-    saved = config_of(newest) if newest is not None else _read_run_json(folder)
+    saved = newest.config() if newest is not None else _read_run_json(folder)
     if saved is None:
         return _begin(config, console), None
     asked = config if newest is None else with_inherited_tokenizer(config, saved, newest)
@@ -352,6 +351,6 @@ def restore(
         fits = lengthened(from_json(checkpoint.run).run, config.run, checkpoint.state)
         state = replace(checkpoint.state, fits=fits)
     elif config.run.init_from:
-        load_first_weights(setup.model, config.run.init_from, data.tokenizer)
+        find_weights(config.run.init_from).start(setup.model, data.tokenizer)
     setup.ranks.check_same(setup.model.parameters(), "weights")
     return state

@@ -17,7 +17,7 @@ from cli.files import replace_file
 from data.loader import Batch, BatchLoader, prefetch
 from data.shards import Windows
 from training.budget import Budget, fitted, open_budget, steps_at
-from training.checkpoint import Checkpoints, TrainState, all_finite, model_tensors
+from training.checkpoint import Checkpoints, TrainState, all_finite
 from training.config import Config, sections_of, to_json
 from training.console import Console
 from training.dataset import Data
@@ -311,7 +311,7 @@ def save(run: Run, best: bool = False) -> None:
     """A checkpoint of this step, by rank 0. Raises NonFinite, on all ranks alike, if there is inf
     or nan in what would be saved: an update can make it out of a finite gradient."""
     setup, state = run.setup, run.state
-    model, optim = model_tensors(setup.model), setup.optimizers.state_tensors()
+    model, optim = dict(setup.model.named_parameters()), setup.optimizers.state_tensors()
     if not all_finite([*model.values(), *optim.values()]):
         raise NonFinite(
             f"step {state.step}: weights or optimizer state are not finite; nothing was saved"

@@ -1,6 +1,7 @@
-"""Weights that are there already: to sample, evaluate and export from, or to start a run with.
+"""Existing weights, found by one name: to sample, evaluate, export or start a run from.
 
-They come from a run or checkpoint of ours, a Hugging Face folder, or the Hugging Face hub.
+The name is a run or checkpoint of ours, a Hugging Face folder, or hub:OWNER/NAME on the Hugging
+Face Hub.
 """
 
 from __future__ import annotations
@@ -22,27 +23,25 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from model import huggingface
 from model.config import DROPOUTS, ModelConfig
 from model.gpt import GPT
-from training.checkpoint import MANIFEST, Checkpoint, config_of, find_checkpoint, load_model_tensors
+from training.checkpoint import MANIFEST, Checkpoint, find_checkpoint, load_model_tensors
 from training.config import Config
 from training.device import pick_attention
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Where weights lie, what model they are of, and how to read them."""
+    """Weights on disk; nothing but their config has been read."""
 
+    name: str  # as given
     path: Path
     origin: str  # "step 600", "Hugging Face"
     config: ModelConfig  # resolved
     tokenizer: Path  # folder
     tensors: Callable[[], dict[str, Tensor]]
-
-    @property
-    def is_ours(self) -> bool:
-        return (self.path / MANIFEST).is_file()
+    checkpoint: Checkpoint | None  # None: not a run of ours
 
     def load(self, device: torch.device) -> tuple[GPT, Tokenizer]:
-        """Model and tokenizer, in evaluation mode; no optimizer is read.
+        """Load the model, in evaluation mode, and its tokenizer; the optimizer is not read.
 
         Raises DamagedCheckpoint or DamagedFolder if something is damaged.
         """
@@ -50,45 +49,82 @@ class Weights:
         load_model_tensors(model, self.tensors(), str(self.path))
         return model.to(device).eval(), load_tokenizer(self.tokenizer)
 
+    def start(self, model: GPT, tokenizer: Tokenizer) -> None:
+        """Copy the weights into a model that is about to be trained.
+
+        Raises ConfigError if they do not fit, or if they were trained with another tokenizer.
+        """
+        if self.has_tokenizer:  # else only the number of ids is known, which `resolve` has checked
+            known = load_tokenizer(self.tokenizer)
+            if list(known.table) != list(tokenizer.table) or known.eot != tokenizer.eot:
+                asked = f"{tokenizer.name} ({tokenizer.vocab_size} ids)"
+                raise self.other_tokenizer(asked, known)
+        tensors = self.tensors()
+        if model.positions is not None:  # a shorter context takes the first positions
+            tensors["positions.weight"] = tensors["positions.weight"][: model.config.context_length]
+        load_model_tensors(model, tensors, str(self.path))
+
+    @property
+    def tokenizer_option(self) -> str:
+        """The value of `data.tokenizer` that means the tokenizer of these weights."""
+        return f"hf:{self.path}" if self.checkpoint is None else f"run:{self.name}"
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self.checkpoint is not None or (self.tokenizer / "tokenizer.json").is_file()
+
+    def other_tokenizer(self, asked: str, known: Tokenizer) -> ConfigError:
+        return ConfigError(
+            f"data.tokenizer={asked}: its ids are not those of the weights in {self.path} "
+            f"({known.name}, {known.vocab_size} ids); remove --tokenizer, or use "
+            f"--tokenizer={self.tokenizer_option}"
+        )
+
 
 def find_weights(name: str | Path, which: str = "") -> Weights:
-    """The weights of a run or checkpoint (`which` as for find_checkpoint), of a Hugging Face folder
-    or, as hub:OWNER/NAME, of a repository of the Hugging Face hub, which is fetched once. None is
-    read yet.
+    """Find weights by name; a repository of the Hub is downloaded once.
 
-    Raises ConfigError if there are none, or naming what the model here does not have.
+    which: of a run: best, latest or a step (see find_checkpoint).
+    Raises ConfigError if there are none or the model here cannot have their architecture,
+    DamagedCheckpoint if a checkpoint is damaged.
     """
     path = Path(name)
     if str(name).startswith("hub:"):
-        path = _fetched(str(name).removeprefix("hub:"))
+        path = _download(str(name).removeprefix("hub:"))
     elif not path.exists():
         raise _nothing_there(path)
     if huggingface.is_folder(path) and not (path / MANIFEST).is_file():
         if which:
             raise ConfigError(f"which={which}: {path} is a Hugging Face folder, it has no steps")
         config = huggingface.read_config(path)
-        read = partial(huggingface.read_tensors, path, config)
-        return Weights(path, "Hugging Face", config, path, read)
+        tensors = partial(huggingface.read_tensors, path, config)
+        return Weights(str(name), path, "Hugging Face", config, path, tensors, None)
     found = find_checkpoint(path, which)
-    config = config_of(found).model
-    origin = f"step {found.state.step}"
-    return Weights(found.path, origin, config, found.path / "tokenizer", found.model_tensors)
+    return Weights(
+        str(name),
+        found.path,
+        f"step {found.state.step}",
+        found.config().model,
+        found.path / "tokenizer",
+        found.model_tensors,
+        found,
+    )
 
 
 def _nothing_there(path: Path) -> ConfigError:
-    """The error for a folder that is not there, with the run that is perhaps meant."""
-    beside = [folder for place in (path.parent, Path("out")) for folder in place.glob("*")]
-    runs = {str(folder) for folder in beside if (folder / "checkpoints").is_dir()}
+    """Make the error for a missing folder, suggesting the run that may be meant."""
+    nearby = [folder for place in (path.parent, Path("out")) for folder in place.glob("*")]
+    runs = {str(folder) for folder in nearby if (folder / "checkpoints").is_dir()}
     close = difflib.get_close_matches(str(path), sorted(runs), n=1)
     close = close or [run for run in sorted(runs) if Path(run).name == path.name]
     hints = [f"did you mean {run}?" for run in close[:1]]
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        hints.insert(0, f"a repository of the Hugging Face hub is named hub:{path}")
+        hints.insert(0, f"a repository of the Hugging Face Hub is named hub:{path}")
     return ConfigError("; ".join([f"{path}: there is no such folder", *hints]))
 
 
-def _fetched(name: str) -> Path:
-    """The folder of a hub repository, from the cache if it was fetched before."""
+def _download(name: str) -> Path:
+    """Return the local folder of a Hub repository, from the cache if it was downloaded before."""
     try:
         from huggingface_hub import snapshot_download
 
@@ -97,74 +133,65 @@ def _fetched(name: str) -> Path:
     except Exception as error:  # no network, no such repository, no permission, no library
         why = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"hub:{name}: the Hugging Face hub does not give it ({type(error).__name__}: {why})"
+            f"hub:{name}: could not be downloaded from the Hugging Face Hub "
+            f"({type(error).__name__}: {why})"
         ) from None
 
 
-def load_for_sampling(path: Path, which: str, device: torch.device) -> tuple[GPT, Tokenizer]:
-    """Model and tokenizer of a run, checkpoint or Hugging Face folder, in evaluation mode.
-
-    Raises ConfigError if there is none, DamagedCheckpoint or DamagedFolder if it is damaged.
-    """
-    return find_weights(path, which).load(device)
-
-
 def inherit_model(config: Config, say: Say) -> Config:
-    """With `run.init_from`, the model's options come from the weights, and the tokenizer with them.
+    """With `run.init_from`, take the options of the model and the tokenizer from the weights.
 
-    Options that were left at their defaults follow, which is said. Ones that were typed, or have
-    another value than the default, are refused if they contradict the weights. Dropout belongs to
-    training: it is as asked. So is a context that is shorter than the weights'.
+    Options left at their defaults follow the weights, with a message. Options that were typed, or
+    differ from the default, are refused if they contradict the weights. Dropout is free, since it
+    belongs to training, and so is a context shorter than the weights'.
     Raises ConfigError listing what is refused.
     """
     if not config.run.init_from:
         return config
     source = find_weights(config.run.init_from)
-    asked, default, typed = config.model, ModelConfig(), config.typed or {}
+    default, typed = ModelConfig(), config.typed or {}
     problems, values, followed = [], asdict(source.config), []
     data = replace(config.data, tokenizer=_inherited_tokenizer(config, source))
     if data != config.data:
         followed.append(f"tokenizer={data.tokenizer}")
     for field in fields(ModelConfig):
-        name, want, has = field.name, getattr(asked, field.name), values[field.name]
-        if name in DROPOUTS or want == has:
+        name, asked, has = field.name, getattr(config.model, field.name), values[field.name]
+        untouched = asked == getattr(default, name) and f"model.{name}" not in typed
+        if name in DROPOUTS:
+            values[name] = asked
+        elif asked == has:
             continue
-        if name == "context_length" and want < has:
-            values[name] = want
-            say(f"context {want} of the {has} that the weights know (--context_length=N for more)")
-        elif want in (None, "auto") or (
-            want == getattr(default, name) and f"model.{name}" not in typed
-        ):
+        elif name == "context_length" and asked < has:
+            values[name] = asked
+            say(f"context_length={asked}; the weights know {has} (--context_length=N for more)")
+        elif asked in (None, "auto") or untouched:
             followed.append(f"{name}={has}")
         else:
-            problems.append(f"model.{name}={want}: the weights in {source.path} have {has}")
+            problems.append(f"model.{name}={asked}: the weights in {source.path} have {has}")
     if problems:
-        raise ConfigError([*problems, "leave these options out: the weights bring them"])
+        raise ConfigError([*problems, "remove these options; they come from the weights"])
     say(f"weights from {source.path} ({source.origin}), the optimizer starts fresh")
     if followed:
-        say(f"the weights bring {', '.join(followed)}")
-    values |= {name: getattr(asked, name) for name in DROPOUTS}
+        say(f"from the weights: {', '.join(followed)}")
     return replace(config, model=ModelConfig(**values), data=data)
 
 
 def _inherited_tokenizer(config: Config, source: Weights) -> str:
-    """`data.tokenizer` of a run that starts from these weights: theirs.
+    """Return `data.tokenizer` of a run that starts from these weights: theirs by default.
 
-    Raises ConfigError for one that would be made anew from the text. Another one by name is
-    compared with theirs when the weights are loaded.
+    Raises ConfigError for a tokenizer that would be trained on the text. Another one by name is
+    compared with theirs in `Weights.start`.
     """
     asked = config.data.tokenizer
-    theirs = f"run:{config.run.init_from}" if source.is_ours else f"hf:{source.path}"
-    typed = "data.tokenizer" in (config.typed or {})
-    if asked == DataConfig().tokenizer and not typed:
-        return theirs
-    made_anew = asked == "char" or asked.startswith("bpe:")
-    if not made_anew or not _has_tokenizer(source):
+    if asked == DataConfig().tokenizer and "data.tokenizer" not in (config.typed or {}):
+        return source.tokenizer_option
+    from_text = asked == "char" or asked.startswith("bpe:")
+    if not from_text or not source.has_tokenizer:
         return asked
     known = load_tokenizer(source.tokenizer)
     if asked != known.name:
-        raise _other_tokenizer(asked, source, known)
-    return theirs
+        raise source.other_tokenizer(asked, known)
+    return source.tokenizer_option
 
 
 def with_inherited_tokenizer(config: Config, saved: Config, checkpoint: Checkpoint) -> Config:
@@ -176,37 +203,3 @@ def with_inherited_tokenizer(config: Config, saved: Config, checkpoint: Checkpoi
     if load_tokenizer(checkpoint.path / "tokenizer").name != config.data.tokenizer:
         return config
     return replace(config, data=replace(config.data, tokenizer=own))
-
-
-def _has_tokenizer(source: Weights) -> bool:
-    return source.is_ours or (source.tokenizer / "tokenizer.json").is_file()
-
-
-def _other_tokenizer(asked: str, source: Weights, known: Tokenizer) -> ConfigError:
-    theirs = f"{'run' if source.is_ours else 'hf'}:{source.path}"
-    return ConfigError(
-        f"data.tokenizer={asked}: its ids are not those that the weights in {source.path} know "
-        f"({known.name}, {known.vocab_size} ids): leave --tokenizer out, or use "
-        f"--tokenizer={theirs}"
-    )
-
-
-def load_first_weights(model: GPT, name: str, tokenizer: Tokenizer) -> None:
-    """Start `model` with weights that are there already.
-
-    Raises ConfigError if they do not fit, or if they were trained with another tokenizer.
-    """
-    source = find_weights(name)
-    _check_tokenizer(source, tokenizer)
-    tensors = source.tensors()
-    if model.positions is not None:  # a shorter context takes the first positions
-        tensors["positions.weight"] = tensors["positions.weight"][: model.config.context_length]
-    load_model_tensors(model, tensors, str(source.path))
-
-
-def _check_tokenizer(source: Weights, tokenizer: Tokenizer) -> None:
-    if not _has_tokenizer(source):
-        return  # the folder does not tell; that the ids are few enough, `resolve` has seen
-    known = load_tokenizer(source.tokenizer)
-    if list(known.table) != list(tokenizer.table) or known.eot != tokenizer.eot:
-        raise _other_tokenizer(f"{tokenizer.name} ({tokenizer.vocab_size} ids)", source, known)

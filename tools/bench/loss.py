@@ -24,7 +24,7 @@ from tools.bench.peer import (
 from tools.bench.runs import ROOT, TRAIN, run_seconds
 from tools.bench.table import show
 from training.config import load_config
-from training.weights import load_for_sampling
+from training.weights import find_weights
 
 WINDOW = 64  # tokens, of the context of both
 BATCH = 256  # windows that are scored at once
@@ -65,7 +65,7 @@ def bench_loss(*, source: str | None, config: str | None, peer: str, seeds: int)
 def our_run(argv: list[str], out: Path, val: str) -> Outcome:
     """One training of ours, scored by its last weights."""
     seconds = run_seconds([*argv, f"--out_dir={out}"])
-    model, tokenizer = load_for_sampling(out, "latest", torch.device("cpu"))
+    model, tokenizer = find_weights(out, "latest").load(torch.device("cpu"))
     return Outcome(seconds, text_loss(model, tokenizer.encode(val)))
 
 

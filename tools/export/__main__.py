@@ -43,9 +43,9 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from training.weights import load_for_sampling
+    from training.weights import find_weights
 
-    model, tokenizer = load_for_sampling(Path(run), options.which, torch.device("cpu"))
+    model, tokenizer = find_weights(run, options.which).load(torch.device("cpu"))
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)

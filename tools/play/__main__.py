@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from cli.command import run_command
@@ -49,10 +48,10 @@ def main(argv: list[str]) -> int:
     from tools.play.server import make_app
     from tools.play.session import Session
     from training.distributed import pick_device
-    from training.weights import load_for_sampling
+    from training.weights import find_weights
 
     device = pick_device(options.device)
-    sessions = [Session(run, *load_for_sampling(Path(run), options.which, device)) for run in runs]
+    sessions = [Session(run, *find_weights(run, options.which).load(device)) for run in runs]
     secret = secrets.token_urlsafe(16)
     app = make_app(sessions, secret)
     listener = socket.socket()
