@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial as bind
@@ -132,14 +133,16 @@ def _split(config: DataConfig, source: Source, how: ReadOptions) -> Split:
 
 def _check_characters(plan: Plan, tokenizer: Tokenizer) -> None:
     """Raise ConfigError that lists every character that the char tokenizer of a run lacks."""
-    counts = np.zeros(0x110000, dtype=np.int64)
+    alphabet = b"".join(tokenizer.table).decode("utf-8")
+    known = np.zeros(0x110000, dtype=bool)  # for every Unicode character
+    known[code_points(alphabet)] = True
+    unknown: Counter[int] = Counter()
     for source in plan.sources:
         for piece in () if source.holds_ids else plan.pieces(source):
-            counts += np.bincount(code_points(piece.text), minlength=len(counts))
-    found = {chr(code): int(counts[code]) for code in np.flatnonzero(counts)}
-    alphabet = b"".join(tokenizer.table).decode("utf-8")
-    if set(found) - set(alphabet):
-        raise unknown_characters(found, alphabet)
+            points = code_points(piece.text)
+            unknown.update(points[~known[points]].tolist())
+    if unknown:
+        raise unknown_characters({chr(code): n for code, n in unknown.items()}, alphabet)
 
 
 # A tokenizer from the text

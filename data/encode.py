@@ -293,19 +293,17 @@ def encoded_ids(
 def _chunks(file: IdsFile, vocab_size: int) -> Iterator[np.ndarray]:
     """Yield the ids in chunks. Raises ConfigError for an id outside the vocabulary."""
     item = np.dtype(file.dtype).itemsize
-    with file.path.open("rb") as stream:
-        stream.seek(file.offset)
-        for start in range(0, file.n_ids, CHUNK_IDS):
-            ids = np.frombuffer(stream.read(CHUNK_IDS * item), dtype=file.dtype)
-            wrong = (ids >= vocab_size) | (ids < 0)
-            if wrong.any():
-                at = int(wrong.argmax())
-                raise ConfigError(
-                    f"{file.path}: token {start + at} is id {ids[at]}, but the tokenizer has "
-                    f"{vocab_size} ids: name the tokenizer that made the file with --tokenizer, or "
-                    f"give the width of its ids: {WIDTHS}"
-                )
-            yield ids
+    for start in range(0, file.n_ids, CHUNK_IDS):
+        ids = np.fromfile(file.path, file.dtype, CHUNK_IDS, offset=file.offset + start * item)
+        wrong = (ids >= vocab_size) | (ids < 0)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ConfigError(
+                f"{file.path}: token {start + at} is id {ids[at]}, but the tokenizer has "
+                f"{vocab_size} ids: name the tokenizer that made the file with --tokenizer, or "
+                f"give the width of its ids: {WIDTHS}"
+            )
+        yield ids
 
 
 def _described(ids: np.ndarray, tokenizer: Tokenizer, dtype: str, first: bool) -> Ids:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -259,13 +260,17 @@ def check_size(path: Path, size: int) -> None:
 def verify(folder: Path, say: Say = print) -> None:
     """Read every byte of a prepared folder. Raises DamagedData that names every damaged file."""
     meta = read_meta(folder)
-    checks = [lambda shard=shard: _check_shard(folder, meta, shard) for shard in meta.shards]
-    damaged = []
-    for check in [*checks, lambda: check_tokenizer(folder, meta, read_tokenizer(folder))]:
+    damaged: list[str] = []
+
+    def collect(check: Callable[..., None], *arguments: object) -> None:
         try:
-            check()
+            check(*arguments)
         except DamagedData as error:
             damaged.append(str(error))
+
+    for shard in meta.shards:
+        collect(_check_shard, folder, meta, shard)
+    collect(check_tokenizer, folder, meta, read_tokenizer(folder))
     if damaged:
         raise DamagedData("\n".join(damaged))
     say(f"{folder}: {len(meta.shards)} shards verified; {summary(meta)}")
