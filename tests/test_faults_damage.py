@@ -1,4 +1,4 @@
-"""Bits flipped and files cut short: refused by name, or harmless; never silently wrong."""
+"""Flipped bits and truncated files: refused by name or harmless, and never silently wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import torch
 from faultlib import train, verified
 
 from cli.command import exit_code_of
+from data.config import DataConfig
 from data.meta import DamagedData, check_tokenizer, read_meta, read_tokenizer
+from data.prepare import prepare
 from data.prepared import read_made_from
 from data.shards import Windows
 from data.tokenizer import load_tokenizer
@@ -26,8 +28,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def flips(files: list[Path], n: int, rng: random.Random):
-    """n times one bit of a file is flipped, while the body of the loop runs. Every other time any
-    file is as likely, so that small ones get their share; else any byte is."""
+    """Flip one bit of a file, n times, while the body of the loop runs. Every other time each file
+    is equally likely, so that small ones get their share; otherwise each byte is."""
     sizes = [path.stat().st_size for path in files]
     for number in range(n):
         path = rng.choices(files, sizes if number % 2 else None)[0]
@@ -41,7 +43,7 @@ def flips(files: list[Path], n: int, rng: random.Random):
 
 
 def cuts(files: list[Path], n: int, rng: random.Random):
-    """n times a file is cut short, emptied, zeroed or gone, while the body of the loop runs."""
+    """Truncate, zero or delete a file, n times, while the body of the loop runs."""
     for number in range(n):
         path = rng.choice(files)
         good = path.read_bytes()
@@ -59,7 +61,7 @@ def cuts(files: list[Path], n: int, rng: random.Random):
     "n_flips, n_cuts", [(200, 20), pytest.param(2000, 200, marks=pytest.mark.faults)]
 )
 def test_a_damaged_checkpoint_is_never_silently_wrong(trained, n_flips, n_cuts, figure):
-    """Steps 4 and 8 are there; step 8 is damaged."""
+    """There are checkpoints of steps 4 and 8; step 8 is damaged."""
     folder, rng, found = trained / "checkpoints", random.Random(1), Counter()
     good = Checkpoints(folder).newest()
     wanted = (good.state, good.run, good.model_tensors(), good.optim_tensors())
@@ -101,10 +103,7 @@ def told(found: Counter) -> str:
 def test_damaged_shards_are_never_silently_wrong(
     tokenizer, n_flips, n_cuts, tiny_folder, tmp_path, figure
 ):
-    """Everything that a training reads of the prepared data: ids, table, counts, fingerprint."""
-    from data.config import DataConfig
-    from data.prepare import prepare
-
+    """Everything that training reads from prepared data: ids, tokenizer, counts, fingerprint."""
     config = DataConfig(
         source=str(tiny_folder / "text.txt"), tokenizer=tokenizer, prepared_dir=str(tmp_path),
         workers=0, split="tail", val_fraction=0.2,
@@ -126,7 +125,7 @@ def test_damaged_shards_are_never_silently_wrong(
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "weights", "dtype", "splits", "shards"])
-def test_every_value_of_meta_json_is_covered_by_its_seal(key, trained, tiny_folder, tmp_path):
+def test_the_seal_of_meta_json_covers_every_value(key, trained, tiny_folder, tmp_path):
     data = next((tiny_folder / "prepared").glob("text_txt-*"))
     data = Path(shutil.copytree(data, tmp_path / "data"))
     about = json.loads((data / "meta.json").read_text())
@@ -140,7 +139,7 @@ def test_every_value_of_meta_json_is_covered_by_its_seal(key, trained, tiny_fold
 
 
 def everything(folder: Path) -> tuple:
-    """As a training reads it. source.json only tells what it was made from."""
+    """What training reads from the folder. source.json only describes its origin."""
     read_made_from(folder)
     meta = read_meta(folder)
     check_tokenizer(folder, meta, read_tokenizer(folder))
@@ -152,7 +151,7 @@ def everything(folder: Path) -> tuple:
     return ids, table, text, meta.fingerprint, meta.weights, meta.vocab_size
 
 
-def test_a_training_on_a_damaged_shard_stops_by_name_and_keeps_its_checkpoints(tiny_argv, tmp_path):
+def test_training_on_a_damaged_shard_stops_and_keeps_its_checkpoints(tiny_argv, tmp_path):
     argv = tiny_argv(tmp_path / "run", prepared_dir=tmp_path / "prepared")
     assert train(argv) == 0
     shard = next((tmp_path / "prepared").rglob("train-*.bin"))
@@ -166,7 +165,7 @@ def test_a_training_on_a_damaged_shard_stops_by_name_and_keeps_its_checkpoints(t
     assert verified(tmp_path / "run") == [4, 8]
 
 
-def test_a_run_whose_optimizer_state_is_lost_can_lend_its_weights(trained, tiny_argv, tmp_path):
+def test_a_run_without_optimizer_state_can_still_be_fine_tuned(trained, tiny_argv, tmp_path):
     for path in trained.rglob("optim.safetensors"):
         path.unlink()
     log = tmp_path / "log"
@@ -177,8 +176,8 @@ def test_a_run_whose_optimizer_state_is_lost_can_lend_its_weights(trained, tiny_
     assert verified(tmp_path / "new") == [4, 8]
 
 
-def test_everything_is_in_the_comparison(trained, tmp_path):
-    """The tests above must be able to fail: a wrong tensor that is let through is seen."""
+def test_the_comparison_notices_every_difference(trained, tmp_path):
+    """The tests above can fail: a wrong tensor is noticed."""
     good = Checkpoints(trained / "checkpoints").newest()
     a = (good.state, good.run, good.model_tensors(), good.optim_tensors())
     b = (good.state, good.run, good.model_tensors(), good.optim_tensors())

@@ -1,4 +1,4 @@
-"""A full disk, a file that may not grow, a read-only folder: told, and nothing good is lost."""
+"""A full disk, a file size limit, a read-only disk: an error, and no good checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ import training.logger
 # A checkpoint of about 300 kB.
 BIG = {"d_model": 32, "n_layers": 2, "dropout": 0.1, "max_steps": 8, "eval_interval": 4}
 BIG |= {"checkpoint_interval": 2, "keep_checkpoints": 9, "quiet": "true", "interval": 1}
-FREE = [0, 4, 40, 100, 200, 280, 320, 400, 700, 1500]  # kB that are left
+FREE = [0, 4, 40, 100, 200, 280, 320, 400, 700, 1500]  # kB left
 
 
 def fill(disk: Path, left_kb: int) -> Path:
-    """A file that leaves about that much of the file system free."""
+    """Fill the file system up to about left_kb; returns the file that does it."""
     status = os.statvfs(disk)
     size = status.f_bavail * status.f_frsize - left_kb * 1024
     (disk / "filler").write_bytes(bytes(max(0, size)))
     return disk / "filler"
 
 
-def as_after(step: int, plain: Path, run: Path) -> None:
-    """A run's folder as it was after that step."""
+def give_checkpoint(step: int, plain: Path, run: Path) -> None:
+    """Give a run's folder the checkpoint of that step."""
     name = f"checkpoints/step-{step}"
     shutil.copytree(plain / name, run / name)
 
@@ -51,14 +51,14 @@ def test_a_small_disk_filled_to_many_sizes(sizes, tiny_argv, tmp_path, figure):
             codes.append(train(argv, log=log))
             assert 4 in verified(run) and not leftovers(run)
             filler.unlink()
-            assert train(argv) == 0  # with room again it goes on, and ends as if nothing had been
+            assert train(argv) == 0  # with space again it resumes and ends with the same bits
             assert bits(run, 8) == wanted
             shutil.rmtree(run)
     assert set(codes) <= {0, 5} and codes[0] == 5
     assert "No space left on device: '" in log.read_text()
     figure(
         f"a 4 MB file system filled at {len(sizes)} sizes",
-        f"exit codes {codes}; previous loads {len(sizes)} of {len(sizes)}; left over 0",
+        f"exit codes {codes}; previous loads {len(sizes)} of {len(sizes)}; leftovers 0",
     )
 
 
@@ -74,11 +74,11 @@ def test_preparation_on_a_full_disk(left, tiny_argv, tmp_path):
         assert train(argv) == 0
 
 
-def test_a_file_that_may_not_grow(tiny_argv, tmp_path):
-    """`ulimit -f`: needs no root, and fails in the middle of a file."""
+def test_a_file_size_limit(tiny_argv, tmp_path):
+    """A limit on the file size (`ulimit -f`) needs no root, and fails in the middle of a file."""
     argv, log = tiny_argv(tmp_path / "run", **BIG), tmp_path / "log"
     assert train(tiny_argv(tmp_path / "plain", **BIG)) == 0
-    as_after(2, tmp_path / "plain", tmp_path / "run")
+    give_checkpoint(2, tmp_path / "plain", tmp_path / "run")
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
@@ -90,11 +90,11 @@ def test_a_file_that_may_not_grow(tiny_argv, tmp_path):
 
 
 @pytest.mark.parametrize("owner", ["log", "run.json", "best"])
-def test_no_room_for_a_small_file(owner, tiny_argv, tmp_path):
-    """The checkpoints that are there stay, and the same command goes on when there is room."""
+def test_no_space_for_a_small_file(owner, tiny_argv, tmp_path):
+    """Existing checkpoints stay, and the same command resumes once there is space."""
     argv, log = tiny_argv(tmp_path / "run", **BIG), tmp_path / "log"
     assert train(tiny_argv(tmp_path / "plain", **BIG)) == 0
-    as_after(2, tmp_path / "plain", tmp_path / "run")
+    give_checkpoint(2, tmp_path / "plain", tmp_path / "run")
 
     def full(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -125,9 +125,9 @@ def test_a_read_only_file_system(tiny_argv, tmp_path):
         assert "Read-only file system: '" in log.read_text()
 
 
-def test_a_clock_that_is_set_back_changes_nothing(tiny_argv, tmp_path):
+def test_setting_the_clock_back_changes_nothing(tiny_argv, tmp_path):
     assert train(tiny_argv(tmp_path / "plain", **BIG)) == 0
-    as_after(4, tmp_path / "plain", tmp_path / "run")
+    give_checkpoint(4, tmp_path / "plain", tmp_path / "run")
 
     def patch() -> None:
         now = time.time

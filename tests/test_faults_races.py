@@ -1,4 +1,4 @@
-"""Many processes at once: one winner of a folder, one preparation of the same data."""
+"""Many processes at once: one of them gets a run folder, one prepares the data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RACERS = 8
 
 
 def race(command, n: int) -> list[int]:
-    """n processes that begin at one moment; their exit codes."""
+    """Run the command in n processes that start at the same moment; returns their exit codes."""
     shared = Shared(n + 1)
 
     def begin(number: int):
@@ -42,11 +42,11 @@ def test_races_for_one_folder(races, tmp_path, figure):
     def command() -> int:
         with lock_folder(tmp_path / "run"):
             deadline = time.monotonic() + 30
-            while not shared[0] and time.monotonic() < deadline:  # all others are turned away
+            while not shared[0] and time.monotonic() < deadline:  # until the others are refused
                 time.sleep(0.001)
         return 0
 
-    def turned_away() -> int:
+    def refused() -> int:
         try:
             return command()
         except BaseException:
@@ -59,13 +59,13 @@ def test_races_for_one_folder(races, tmp_path, figure):
     for _ in range(races):
         shared[0] = 0
         (tmp_path / "away").unlink(missing_ok=True)
-        assert sorted(race(turned_away, 4)) == [0, 6, 6, 6]
-    figure(f"{races} races of 4 trainings for one folder", "one winner each")
+        assert sorted(race(refused, 4)) == [0, 6, 6, 6]
+    figure(f"{races} races of 4 training processes for one folder", "one winner each")
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.faults)])
-def test_preparations_of_the_same_data_at_once(rounds, tiny_folder, tmp_path, figure):
-    """Eight processes, each in a race with the others; all end well, with the same files."""
+def test_simultaneous_preparations_build_once(rounds, tiny_folder, tmp_path, figure):
+    """Eight processes at once; one builds, the others wait, and all get the same files."""
     found = set()
     for number in range(rounds):
         place = tmp_path / str(number)
@@ -74,13 +74,20 @@ def test_preparations_of_the_same_data_at_once(rounds, tiny_folder, tmp_path, fi
             split="tail", val_fraction=0.2, workers=0,
         )  # fmt: skip
 
-        def command(config: DataConfig = config) -> int:
-            prepare(config, say=lambda text: None, progress=False)
+        log = tmp_path / f"{number}.log"
+
+        def command(config: DataConfig = config, log: Path = log) -> int:
+            def say(text: str) -> None:
+                with open(log, "a") as stream:
+                    stream.write(text + "\n")
+
+            prepare(config, say=say, progress=False)
             return 0
 
         assert race(command, RACERS) == [0] * RACERS
         (folder,) = (path for path in place.iterdir() if path.name[0] != ".")
         found.add((folder.name, digest_of(folder)))
+        assert log.read_text().count("training bpe:280") == 1
     assert len(found) == 1
     figure(f"{rounds} preparations by {RACERS} processes", "one folder each; one SHA-256")
 

@@ -217,6 +217,7 @@ def test_a_micro_batch_that_does_not_divide_is_refused(micro_batch):
         {"val_fraction": -0.1},
         {"source": " "},
         {"text_field": ""},
+        *({"tokenizer": name} for name in ("ids", "ids:", "ids:0", "ids:x", "ids:2000000")),
     ],
 )
 def test_options_out_of_range_are_refused_by_name(wrong):

@@ -1,5 +1,5 @@
-"""A run's data is its own: whatever happens to the text or to the prepared folder while it trains,
-it ends as if nothing had happened, and goes on from there."""
+"""A run keeps its data: whatever happens to the text or to the prepared folder while it trains, it
+ends as if nothing had happened, and can be resumed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def options(text, tmp_path) -> dict:
 
 @pytest.fixture
 def at_step(monkeypatch):
-    """at_step(3, action): do something once, in the middle of a run, before that step."""
+    """at_step(3, action): call `action` once, in the middle of a run, before that step."""
 
     def at_step(step: int, action) -> None:
         take_step, done = training_run.take_step, []
@@ -70,7 +70,7 @@ def losses(run: Path) -> list[tuple]:
 
 
 def ends_equal(one: Path, other: Path) -> bool:
-    """Whether two runs said the same, and left the same weights, state and tokenizer."""
+    """Whether two runs logged the same losses and saved the same weights, state and tokenizer."""
     files = []
     for folder in (one, other):
         last = Checkpoints(folder / "checkpoints").newest().path
@@ -84,10 +84,8 @@ def tokenizers(run: Path) -> set[str]:
     return {p.read_text() for p in run.glob("checkpoints/*/tokenizer/tokenizer.json")}
 
 
-def test_a_text_that_changes_and_is_prepared_anew_does_not_reach_a_run(
-    train_tiny, at_step, options, text, tmp_path
-):
-    """Scene 1: run B prepares the changed text with the same options, while A trains on the old."""
+def test_a_changed_text_does_not_reach_a_running_run(train_tiny, at_step, options, text, tmp_path):
+    """Scene 1: run B prepares the changed text with equal options while A trains on the old."""
     a, b, alone = tmp_path / "a", tmp_path / "b", tmp_path / "alone"
     train_tiny(alone, **options)
 
@@ -107,8 +105,10 @@ def test_a_text_that_changes_and_is_prepared_anew_does_not_reach_a_run(
     assert train_tiny(b, **{**options, "max_steps": 4, "resume": "must"}) == 0
 
 
-def test_a_text_of_the_same_size_does_not_reach_a_run(train_tiny, at_step, options, text, tmp_path):
-    """Scene 2: ids of bytes would fit in place of the others, and the tokenizer is the same."""
+def test_a_changed_text_of_the_same_size_does_not_reach_a_running_run(
+    train_tiny, at_step, options, text, tmp_path
+):
+    """Scene 2: the new ids would fit in place of the old, and the tokenizer is the same."""
     options["tokenizer"] = "byte"
     train_tiny(tmp_path / "alone", **options)
     other = OLD.upper()
@@ -125,10 +125,10 @@ def test_a_text_of_the_same_size_does_not_reach_a_run(train_tiny, at_step, optio
     assert len(list((tmp_path / "prepared").glob("n_txt-*"))) == 2
 
 
-def test_two_pipes_do_not_share_a_folder_and_a_resume_needs_none(
+def test_two_pipes_do_not_share_a_folder_and_resuming_needs_no_pipe(
     train_tiny, at_step, options, tmp_path, monkeypatch, capsys
 ):
-    """Scene 3: a resume finds the run's data by what its checkpoint says."""
+    """Scene 3: resuming finds the data of the run by the fingerprint in its checkpoint."""
     options["source"] = "-"
 
     def pipe(content: str) -> None:
@@ -161,7 +161,7 @@ def test_two_pipes_do_not_share_a_folder_and_a_resume_needs_none(
 
 
 @pytest.mark.parametrize("kind", ["deleted", "damaged tokenizer"])
-def test_a_run_needs_the_prepared_folder_no_more_once_it_has_begun(
+def test_a_run_survives_the_loss_of_its_prepared_folder(
     train_tiny, at_step, options, tmp_path, kind
 ):
     train_tiny(tmp_path / "alone", **options)
@@ -181,9 +181,7 @@ def test_a_run_needs_the_prepared_folder_no_more_once_it_has_begun(
     assert train_tiny(tmp_path / "a", **{**options, "max_steps": 12}) == 0
 
 
-def test_a_tokenizer_that_changed_in_memory_is_not_saved(
-    train_tiny, options, monkeypatch, tmp_path
-):
+def test_a_tokenizer_changed_in_memory_is_not_saved(train_tiny, options, monkeypatch, tmp_path):
     train_tiny(tmp_path / "a", **options, max_steps=4)
     open_data = dataset.open_data
 
@@ -199,7 +197,7 @@ def test_a_tokenizer_that_changed_in_memory_is_not_saved(
 
 
 @pytest.mark.parametrize("how", ["moved", "another spelling", "gone", "mixture"])
-def test_the_same_content_elsewhere_goes_on(
+def test_the_same_content_elsewhere_is_resumed(
     train_tiny, options, text, tmp_path, monkeypatch, capsys, how
 ):
     monkeypatch.chdir(tmp_path)
@@ -226,7 +224,7 @@ def test_the_same_content_elsewhere_goes_on(
 
 
 @pytest.mark.parametrize("source", ["other.txt", "nope.txt", "n.txt*0.5+other.txt*0.5"])
-def test_other_content_is_refused_before_it_is_prepared(
+def test_different_content_is_refused_before_it_is_prepared(
     train_tiny, options, tmp_path, monkeypatch, source
 ):
     monkeypatch.chdir(tmp_path)
@@ -241,7 +239,7 @@ def test_other_content_is_refused_before_it_is_prepared(
     assert sorted((tmp_path / "prepared").glob("[!.]*")) == prepared
 
 
-def test_a_run_holds_its_data(train_tiny, at_step, options, tmp_path, command):
+def test_data_in_use_cannot_be_removed(train_tiny, at_step, options, tmp_path, command):
     said = []
 
     def try_to_remove() -> None:
@@ -257,8 +255,8 @@ def test_a_run_holds_its_data(train_tiny, at_step, options, tmp_path, command):
 
 
 def test_scene_1_as_scripts(tiny_argv, train_tiny, options, text, tmp_path):
-    """A is a process of its own, stopped while B prepares the changed text, and then goes on."""
-    long = {**options, "max_steps": 400, "checkpoint_interval": 10, "eval_interval": 100}
+    """A is its own process; it is stopped while B prepares the changed text, then continues."""
+    long = {**options, "max_steps": 200, "checkpoint_interval": 10, "eval_interval": 100}
     a, b = tmp_path / "a", tmp_path / "b"
     argv = [sys.executable, str(ROOT / "train.py"), *tiny_argv(a, **long, quiet=True)]
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -275,7 +273,7 @@ def test_scene_1_as_scripts(tiny_argv, train_tiny, options, text, tmp_path):
         process.send_signal(signal.SIGCONT)
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, b"")
-    assert stopped_at < 400
+    assert stopped_at < 200
     assert len(tokenizers(a)) == 1 and tokenizers(a) != tokenizers(b)
     text.write_text(OLD)
     assert train_tiny(tmp_path / "alone", **long) == 0
@@ -285,4 +283,4 @@ def test_scene_1_as_scripts(tiny_argv, train_tiny, options, text, tmp_path):
         read_meta(Path(about["about"]["data_folder"])).fingerprint
         == (about["about"]["data_fingerprint"])
     )
-    assert train_tiny(a, **{**long, "max_steps": 402, "resume": "must"}) == 0
+    assert train_tiny(a, **{**long, "max_steps": 202, "resume": "must"}) == 0
