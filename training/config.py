@@ -46,11 +46,9 @@ from model.config import ModelConfig
 
 
 def seconds_of(text: str) -> float:
-    """Convert "90s", "10m", "1.5h" or "2d" to seconds. Raises ValueError for anything else."""
+    """Convert "90s", "10m", "1.5h" or "2d" to seconds; return 0 for anything else."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
-    if match is None or float(match[1]) == 0:
-        raise ValueError(text)
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else 0.0
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,7 @@ class OptimConfig:
     lr: Annotated[float, "peak learning rate of AdamW", "must"] = 1e-3
     muon_lr: Annotated[float, "peak learning rate of Muon", "must"] = 0.02
     momentum: Annotated[float, "Nesterov momentum of Muon", "must"] = 0.95
-    weight_decay: Annotated[
-        float, "decoupled weight decay; matrices only, not norms and biases", "must"
-    ] = 0.1
+    weight_decay: Annotated[float, "decoupled; matrices only, not norms or biases", "must"] = 0.1
     beta1: Annotated[float, "AdamW: decay rate of the gradient's running mean", "must"] = 0.9
     # 0.95 as in GPT-3 and Llama, not Adam's 0.999: an average over 20 steps instead of 1,000 soon
     # follows a sudden change of the gradient's size, which makes loss spikes rarer.
@@ -92,12 +88,8 @@ class ScheduleConfig:
         Literal["constant", "cosine", "wsd"], "wsd: warmup, stable, linear decay", "must"
     ] = "wsd"
     warmup_steps: Annotated[int, "steps of linear warmup", "must"] = 20
-    decay_fraction: Annotated[
-        float, "wsd: fraction of the run, at the end, spent decaying", "must"
-    ] = 0.5
-    min_lr_ratio: Annotated[
-        float, "final learning rate as a fraction of the peak (cosine, wsd)", "must"
-    ] = 0.0
+    decay_fraction: Annotated[float, "wsd: final fraction of the run, spent decaying", "must"] = 0.5
+    min_lr_ratio: Annotated[float, "final learning rate, as a fraction of the peak", "must"] = 0.0
 
     def problems(self) -> list[str]:
         rules = {"warmup_steps": AT_LEAST_0, "decay_fraction min_lr_ratio": FRACTION}
@@ -147,9 +139,7 @@ class RunConfig:
     threads: Annotated[
         int | None, "CPU threads per rank; default: the rank's share of the cores", "must"
     ] = None
-    deterministic: Annotated[
-        bool, "use deterministic kernels only; fail where there is none", "must"
-    ] = False
+    deterministic: Annotated[bool, "deterministic kernels only, or an error", "must"] = False
     init_from: Annotated[
         str,
         "start from these weights: a run, checkpoint, Hugging Face folder or hub:OWNER/NAME",
@@ -160,18 +150,12 @@ class RunConfig:
         "auto: resume if out_dir holds a run; must: resume even though options changed",
         "start",
     ] = "auto"
-    overwrite: Annotated[
-        bool, "move an old run in out_dir aside and start over, once per launch", "start"
-    ] = False
+    overwrite: Annotated[bool, "start over; the old run is moved aside", "start"] = False
     eval_interval: Annotated[int, "steps between evaluations", "must"] = 250
     eval_windows: Annotated[int, "validation windows per evaluation; 0: all", "must"] = 0
     checkpoint_interval: Annotated[int, "steps between checkpoints", "free"] = 250
-    keep_checkpoints: Annotated[
-        int, "checkpoints to keep, besides the best; at least 2", "free"
-    ] = 2
-    patience: Annotated[
-        int, "stop after this many evaluations without a better loss; 0: never", "longer"
-    ] = 0
+    keep_checkpoints: Annotated[int, "checkpoints to keep, besides the best", "free"] = 2
+    patience: Annotated[int, "stop after N evaluations without improvement; 0: never", "longer"] = 0
 
     def problems(self) -> list[str]:
         rules = {
@@ -180,24 +164,19 @@ class RunConfig:
             "eval_windows patience": AT_LEAST_0,
             "seed": SEED,
             "threads": AT_LEAST_1_OR_NONE,
-            "device": ("auto, cpu, cuda, cuda:N or mps", _is_device),
-            "time_budget": ("a time such as 90s, 10m, 1.5h or 2d, or fits:RUN", _is_budget),
+            "device": (
+                "auto, cpu, cuda, cuda:N or mps",
+                re.compile(r"auto|cpu|mps|cuda(:[0-9]+)?").fullmatch,
+            ),
+            "time_budget": (
+                "a time such as 90s, 10m, 1.5h or 2d, or fits:RUN",
+                lambda text: text == "" or seconds_of(text) > 0 or re.match("fits:.", text),
+            ),
         }
         found = out_of_range("run", self, rules)
         if self.overwrite and self.resume == "must":
             found.append("run.overwrite=true starts over, run.resume=must resumes: use only one")
         return found
-
-
-def _is_budget(text: str) -> bool:
-    try:
-        return text == "" or re.fullmatch("fits:.+", text) is not None or seconds_of(text) > 0
-    except ValueError:
-        return False
-
-
-def _is_device(name: str) -> bool:
-    return re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", name) is not None
 
 
 @dataclass(frozen=True)
@@ -216,47 +195,6 @@ class LogConfig:
         if self.wandb and not self.project:
             found.append("log.project is empty: log.wandb=true needs a project name")
         return found
-
-
-SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "optim": OptimConfig,
-    "schedule": ScheduleConfig,
-    "parallel": ParallelConfig,
-    "run": RunConfig,
-    "log": LogConfig,
-}
-OPTIONS = {option.name: option for option in options_of(SECTIONS)}
-FULL_NAMES = {option.full_name: option for option in OPTIONS.values()}
-
-USAGE = (
-    "python train.py CONFIG [--name=value ...], such as: python train.py config/small.py --lr=3e-4"
-)
-
-# Names that other projects use: for suggestions only.
-ELSEWHERE = {
-    "learning_rate": "lr",
-    "batch_size": "global_batch",
-    "gradient_accumulation_steps": "micro_batch",
-    "block_size": "context_length",
-    "seq_len": "context_length",
-    "n_layer": "n_layers",
-    "n_head": "n_heads",
-    "n_embd": "d_model",
-    "hidden_size": "d_model",
-    "max_iters": "max_steps",
-    "warmup_iters": "warmup_steps",
-    "eval_iters": "eval_windows",
-    "min_lr": "min_lr_ratio",
-    "dataset": "source",
-    "num_workers": "workers",
-    "save_interval": "checkpoint_interval",
-    "rope_base": "rope_theta",
-    "log_interval": "interval",
-    "wandb_log": "wandb",
-    "wandb_project": "project",
-}
 
 
 @dataclass(frozen=True)
@@ -278,6 +216,15 @@ class Config:
     def problems(self) -> list[str]:
         """List everything that is wrong: values of a wrong type, else values out of range."""
         return _conformed(self)[1]
+
+
+SECTIONS: dict[str, type] = {
+    name: type(section)
+    for name, section in vars(Config()).items()
+    if name not in ("typed", "in_file")
+}
+OPTIONS = {option.name: option for option in options_of(SECTIONS)}
+FULL_NAMES = {option.full_name: option for option in OPTIONS.values()}
 
 
 def sections_of(config: Config) -> list[tuple[str, Any]]:
@@ -331,6 +278,34 @@ def _conform_all(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[
 
 
 # From a command line
+
+USAGE = (
+    "python train.py CONFIG [--name=value ...], such as: python train.py config/small.py --lr=3e-4"
+)
+
+# Names that other projects use: for suggestions only.
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "batch_size": "global_batch",
+    "gradient_accumulation_steps": "micro_batch",
+    "block_size": "context_length",
+    "seq_len": "context_length",
+    "n_layer": "n_layers",
+    "n_head": "n_heads",
+    "n_embd": "d_model",
+    "hidden_size": "d_model",
+    "max_iters": "max_steps",
+    "warmup_iters": "warmup_steps",
+    "eval_iters": "eval_windows",
+    "min_lr": "min_lr_ratio",
+    "dataset": "source",
+    "num_workers": "workers",
+    "save_interval": "checkpoint_interval",
+    "rope_base": "rope_theta",
+    "log_interval": "interval",
+    "wandb_log": "wandb",
+    "wandb_project": "project",
+}
 
 
 @dataclass(frozen=True)

@@ -18,25 +18,11 @@ EVENTS = {"start", "note", "fit"}  # entries that hold no metrics
 LONG_LOG, LOG_BLOCK, LOG_TAIL = 1 << 22, 1 << 20, 1 << 16
 
 
-def is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
-def is_figure(value: Any) -> bool:
-    """Whether this is a finite number, or None, which is written for one that was not finite."""
-    return value is None or (type(value) in (int, float) and abs(value) < 1e300)
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def is_time(value: Any) -> bool:
-    """Whether this can be a time in seconds since 1970."""
-    return type(value) in (int, float) and 0 <= value < 1e11
-
-
-def is_start(value: Any) -> bool:
+def _is_start(value: Any) -> bool:
     """Whether this describes the start of a process: its command, data and environment."""
     return (
         isinstance(value, dict)
@@ -45,7 +31,7 @@ def is_start(value: Any) -> bool:
     )
 
 
-def is_passage(value: Any) -> bool:
+def _is_passage(value: Any) -> bool:
     """Whether this is a list of [text, loss, [[text, probability], ...]], one item per token."""
 
     def is_pair(pair: Any) -> bool:
@@ -64,12 +50,13 @@ def is_passage(value: Any) -> bool:
 FIGURES = ["loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "data_wait", "skipped"]
 FIGURES += ["val_loss", "perplexity", "bits_per_byte"]
 CHECKS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(["step", "attempt", "fit"], is_count),
-    **dict.fromkeys(FIGURES, is_figure),
-    **dict.fromkeys(["note", "prompt", "sample"], is_text),
-    "time": is_time,
-    "start": is_start,
-    "passage": is_passage,
+    **dict.fromkeys(["step", "attempt", "fit"], lambda v: type(v) is int and 0 <= v < 1 << 62),
+    # None is written for a figure that is not finite.
+    **dict.fromkeys(FIGURES, lambda v: v is None or (_is_number(v) and abs(v) < 1e300)),
+    **dict.fromkeys(["note", "prompt", "sample"], lambda v: isinstance(v, str)),
+    "time": lambda v: _is_number(v) and 0 <= v < 1e11,  # seconds since 1970
+    "start": _is_start,
+    "passage": _is_passage,
 }
 
 

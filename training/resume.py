@@ -120,11 +120,8 @@ def _kind(saved: Config, asked: Config, name: str, old: Any, new: Any) -> str:
 def _is_longer(name: str, old: Any, new: Any) -> bool:
     if name == "run.patience":  # 0: endless
         return new == 0 or 0 < old < new
-    if name == "run.time_budget":
-        try:
-            return seconds_of(old) < seconds_of(new)
-        except ValueError:  # no budget, or another run's lengths
-            return False
+    if name == "run.time_budget":  # 0: no budget, or another run's lengths
+        return 0 < seconds_of(old) < seconds_of(new)
     return old < new
 
 
