@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import inspect
-import json
 import sysconfig
 import time
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
@@ -27,12 +27,16 @@ from data.tokenizer import (
     char_tokenizer,
     hf_from_json,
     load_tokenizer,
+    prompt_ids,
     ready_tokenizer,
     start_ids,
     tiktoken_files,
     tiktoken_from_ranks,
     train_bpe,
 )
+from model.config import ModelConfig, SamplingConfig
+from model.generate import generate
+from model.gpt import GPT
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 SPECIAL = "<|endoftext|>"
@@ -77,7 +81,7 @@ def library(own):
 
 @pytest.fixture(scope="module")
 def named(own):
-    """What tiktoken_by_name makes of an encoding: here one with GPT-2's pattern and our ranks."""
+    """An encoding as tiktoken_by_name returns it, with GPT-2's pattern and our ranks."""
     ranks = {piece: i for i, piece in enumerate(own.table) if piece}
     lines = [f"{base64.b64encode(piece).decode()} {i}\n" for piece, i in ranks.items()]
     special = {SPECIAL: len(ranks), "<|fim_prefix|>": len(ranks) + 3}
@@ -99,16 +103,20 @@ def tokenizer(request):
     return request.getfixturevalue(request.param)
 
 
-# Text comes back
+# Decoding
 
 
-@pytest.mark.parametrize("text", HARD, ids=range(len(HARD)))
-def test_decoding_what_was_encoded_gives_the_text(tokenizer, text):
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.decode_bytes(ids) == text.encode("utf-8")
-    assert all(0 <= i < tokenizer.vocab_size for i in ids)
-    assert all(type(i) is int for i in ids)
+def test_decoding_an_encoded_text_gives_the_text(tokenizer):
+    lengths = tokenizer.byte_lengths()
+    assert lengths.shape == (tokenizer.vocab_size,) and lengths[tokenizer.eot] == 0
+    for text in (*HARD, *corpus(3)):
+        ids = tokenizer.encode_array(text)
+        assert np.issubdtype(ids.dtype, np.integer) and ids.ndim == 1
+        assert tokenizer.encode(text) == ids.tolist()
+        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode_bytes(ids) == text.encode("utf-8")
+        assert lengths[tokenizer.encode(text)].sum() == len(text.encode("utf-8"))
 
 
 @given(text=st.text())
@@ -118,23 +126,11 @@ def test_any_unicode_text_comes_back(own, named, hugging, text):
         assert tokenizer.decode_bytes(tokenizer.encode(text)) == text.encode("utf-8")
 
 
-@given(data=st.binary())
-def test_any_bytes_are_ids_of_the_byte_tokenizer(data):
-    assert byte_tokenizer().decode_bytes(data) == data
-
-
-def test_byte_lengths_count_the_bytes_of_a_text(tokenizer):
-    text = "".join(corpus(3)) + HARD[7]
-    lengths = tokenizer.byte_lengths()
-    assert lengths.shape == (tokenizer.vocab_size,)
-    assert lengths[tokenizer.encode(text)].sum() == len(text.encode("utf-8"))
-    assert lengths[tokenizer.eot] == 0
-
-
 @given(data=st.binary(max_size=40), eots=st.lists(st.integers(0, 40), max_size=3))
 @settings(max_examples=200, deadline=None)
-def test_streaming_gives_what_decoding_the_whole_gives(data, eots):
+def test_streaming_gives_the_text_of_decoding_at_once(data, eots):
     tokenizer = byte_tokenizer()
+    assert tokenizer.decode_bytes(data) == data
     ids = list(data)
     for at in eots:
         ids.insert(at, tokenizer.eot)
@@ -143,33 +139,25 @@ def test_streaming_gives_what_decoding_the_whole_gives(data, eots):
     assert "".join(pieces) + decoder.finish() == tokenizer.decode(ids)
 
 
-def test_streaming_gives_a_character_when_it_is_complete_and_not_before(own):
-    ids = own.encode("é🙂x")
+def test_streaming_gives_a_character_once_it_is_complete(own):
     decoder = StreamDecoder(own)
-    shown = [decoder.push(i) for i in ids]
-    assert "\ufffd" not in "".join(shown)
-    assert "".join(shown) == "é🙂x"
+    assert "".join(decoder.push(i) for i in own.encode("é🙂x")) == "é🙂x"
     cut = StreamDecoder(byte_tokenizer())
     assert [cut.push(b) for b in "🙂".encode()[:3]] == ["", "", ""]
     assert cut.finish() == "\ufffd"
 
 
 @pytest.mark.parametrize("token", [-1, 10**6])
-def test_an_id_outside_the_vocabulary_is_refused_by_name(tokenizer, token):
+def test_an_id_outside_the_vocabulary_is_refused(tokenizer, token):
     with pytest.raises(ValueError, match=f"{token} is outside .* {tokenizer.vocab_size}"):
         tokenizer.decode([token])
 
 
-# The ids are the libraries'
+# Our BPE has the ids of `tokenizers`
 
 
-@pytest.mark.parametrize("text", HARD, ids=range(len(HARD)))
-def test_own_bpe_gives_the_ids_of_tokenizers(own, library, text):
-    assert own.encode(text) == library.encode(text).ids
-
-
-def test_own_bpe_gives_the_ids_of_tokenizers_on_real_files(own, library):
-    for text in corpus(40):
+def test_own_bpe_gives_the_ids_of_tokenizers(own, library):
+    for text in (*HARD, *corpus(40)):
         assert own.encode(text) == library.encode(text).ids
 
 
@@ -200,7 +188,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("kind", LONG)
-def test_long_runs_are_encoded_whole_and_soon(own, named, kind):
+def test_long_runs_are_encoded_in_reasonable_time(own, named, kind):
     for tokenizer in (own, named):
         began = time.perf_counter()
         ids = tokenizer.encode(LONG[kind])
@@ -208,35 +196,25 @@ def test_long_runs_are_encoded_whole_and_soon(own, named, kind):
         assert tokenizer.decode(ids) == LONG[kind]
 
 
-def test_a_vocabulary_has_the_size_asked_for_with_the_end_of_text_last(own):
-    assert own.vocab_size == 600
-    assert own.eot == 599
-    assert json.loads(own.files[JSON_FILE])["added_tokens"][0]["id"] == 599
+def test_a_trained_bpe_has_the_size_asked_for_and_is_reproducible(own):
+    assert (own.vocab_size, own.eot) == (600, 599)
+    assert Library.from_str(own.files[JSON_FILE]).token_to_id(SPECIAL) == 599
+    assert train_bpe("bpe:600", 600, iter([*corpus(), *HARD])).files == own.files
+    small = train_bpe("bpe:1000", 1000, ["abab"])  # too few pairs to merge
+    assert small.vocab_size < 1000
+    assert small.eot == small.vocab_size - 1
+    assert small.decode(small.encode("zebra")) == "zebra"
 
 
-def test_training_twice_gives_the_same_tokenizer(own):
-    again = train_bpe("bpe:600", 600, iter([*corpus(), *HARD]))
-    assert again.files == own.files
+# Special tokens
 
 
-def test_too_little_text_gives_a_smaller_vocabulary():
-    tokenizer = train_bpe("bpe:1000", 1000, ["abab"])
-    assert tokenizer.vocab_size < 1000
-    assert tokenizer.eot == tokenizer.vocab_size - 1
-    assert tokenizer.decode(tokenizer.encode("zebra")) == "zebra"
-
-
-# Special tokens are ids, their text is text
-
-
-def test_the_text_of_a_special_token_is_plain_text(tokenizer):
-    ids = tokenizer.encode(f"a{SPECIAL}b")
+def test_the_text_of_a_special_token_is_plain_text_unless_asked(tokenizer):
+    text = f"a{SPECIAL}b"
+    ids = tokenizer.encode(text)
     assert tokenizer.eot not in ids
-    assert tokenizer.decode(ids) == f"a{SPECIAL}b"
-
-
-def test_a_special_token_is_taken_for_one_when_asked(tokenizer):
-    ids = tokenizer.encode(f"a{SPECIAL}b", special=True)
+    assert tokenizer.decode(ids) == text
+    ids = tokenizer.encode(text, special=True)
     assert ids == [*tokenizer.encode("a"), tokenizer.eot, *tokenizer.encode("b")]
     assert tokenizer.decode(ids) == "ab"
 
@@ -248,19 +226,10 @@ def test_the_longest_special_token_that_fits_is_taken(names):
     assert made.encode("<a>b<a>c", special=True) == [304, 303, ord("c")]
 
 
-def test_an_empty_prompt_starts_from_the_separator_or_a_newline(tokenizer):
-    assert tokenizer.encode("") == []
-    assert start_ids(tokenizer) == [tokenizer.eot]
-    assert start_ids(char_tokenizer("\nab", False)) == [0]
-    assert start_ids(char_tokenizer("a\nb", False)) == [1]
-    assert start_ids(char_tokenizer("ab", False)) == [0]
-
-
 @pytest.mark.parametrize("text", ["naïve🙂", "\r", "A" * 100, "".join(map(chr, range(300, 350)))])
 def test_a_character_that_char_does_not_know_is_named(text):
-    tokenizer = char_tokenizer("\n abenv", False)
     with pytest.raises(ConfigError) as refused:
-        tokenizer.encode(text)
+        char_tokenizer("\n abenv", False).encode(text)
     unknown = next(c for c in sorted(set(text)) if c not in "\n abenv")
     said = str(refused.value)
     assert f"{unknown!r} (U+{ord(unknown):04X})" in said
@@ -268,27 +237,67 @@ def test_a_character_that_char_does_not_know_is_named(text):
     assert len(said) < 600
 
 
-# Saved, it stands for itself
+# Prompts
 
 
-def test_saved_and_loaded_it_gives_the_same_ids(tokenizer, tmp_path):
+@pytest.fixture(scope="module")
+def words():
+    text = "def main(argv):\n    return argv\n\ndef name(self):\n    return self.name\n"
+    return train_bpe("bpe:300", 300, [text * 40])
+
+
+def test_an_empty_prompt_starts_from_the_separator_or_a_newline(tokenizer):
+    assert tokenizer.encode("") == []
+    assert start_ids(tokenizer) == [tokenizer.eot]
+    starts = {"\nab": [0], "a\nb": [1], "ab": [0]}
+    assert {a: start_ids(char_tokenizer(a, False)) for a in starts} == starts
+
+
+@pytest.mark.parametrize(("prompt", "kept"), [("def ", "def"), ("    return ", "    return")])
+def test_a_lone_space_at_the_end_of_a_prompt_joins_the_next_token(words, prompt, kept):
+    ids, first, skip = prompt_ids(words, prompt, 300)
+    assert words.decode(ids) == kept
+    assert skip == 1
+    assert {words.table[i] for i in first} == {p for p in words.table if p.startswith(b" ")}
+    token = next(i for i in first if len(words.table[i]) > 2)
+    decoder = StreamDecoder(words, skip)  # the space is not printed twice
+    assert decoder.push(token) == words.table[token].decode()[1:]
+    assert decoder.push(token) == words.table[token].decode()
+
+
+@pytest.mark.parametrize("prompt", ["def", "def main(", " ", ""])
+def test_other_prompts_stay_as_they_are(words, prompt):
+    assert prompt_ids(words, prompt, 300) == (words.encode(prompt) or start_ids(words), [], 0)
+    for no_longer_tokens in (byte_tokenizer(), char_tokenizer(" def", False)):
+        expected = no_longer_tokens.encode("def ")
+        assert prompt_ids(no_longer_tokens, "def ", 300) == (expected, [], 0)
+
+
+def test_the_first_id_is_one_of_those_allowed_and_the_next_is_free():
+    model = GPT(ModelConfig(n_layers=1, n_heads=2, d_model=16, context_length=8).resolved(20))
+    model.init_weights(1)
+    prompt, rng = torch.zeros(64, 2, dtype=torch.int64), torch.Generator().manual_seed(1)
+    settings = SamplingConfig(temperature=5.0, max_new_tokens=2)
+    first, second = generate(model, prompt, settings, rng, first_ids=[3, 7])
+    assert set(first.tolist()) == {3, 7}
+    assert len(set(second.tolist())) > 10
+
+
+# Saving and loading
+
+
+def test_a_saved_tokenizer_gives_the_same_ids(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "t")
     loaded = load_tokenizer(tmp_path / "t")
-    assert (loaded.name, loaded.vocab_size, loaded.eot) == (
-        tokenizer.name,
-        tokenizer.vocab_size,
-        tokenizer.eot,
-    )
+    for field in ("name", "eot", "special", "bos", "ends", "files"):
+        assert getattr(loaded, field) == getattr(tokenizer, field)
+    assert list(loaded.table) == list(tokenizer.table)
     for text in (*HARD, *corpus(2)):
         assert loaded.encode(text) == tokenizer.encode(text)
         assert loaded.encode(text, special=True) == tokenizer.encode(text, special=True)
-    assert list(loaded.table) == list(tokenizer.table)
-    loaded.save(tmp_path / "again")
-    for file in (tmp_path / "t").iterdir():
-        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
 
 
-def test_own_bpe_is_saved_in_hugging_faces_form(own, tmp_path):
+def test_own_bpe_is_saved_in_hugging_faces_format(own, tmp_path):
     own.save(tmp_path)
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
@@ -297,14 +306,17 @@ def test_own_bpe_is_saved_in_hugging_faces_form(own, tmp_path):
     assert theirs.convert_tokens_to_ids(SPECIAL) == own.eot
 
 
-def test_a_saved_bpe_keeps_the_rules_it_was_trained_with(own, tmp_path, monkeypatch):
+def test_a_saved_bpe_keeps_the_pattern_it_was_trained_with(own, tmp_path, monkeypatch):
     own.save(tmp_path)
     monkeypatch.setattr("data.tokenizer.SPLIT_PATTERN", r"\w+|\W")
     assert load_tokenizer(tmp_path).encode(HARD[5] + HARD[6]) == own.encode(HARD[5] + HARD[6])
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="tokenizer.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
         load_tokenizer(tmp_path)
 
 
@@ -339,7 +351,7 @@ def test_a_tokenizer_json_encodes_as_tokenizers_does(tmp_path):
     assert tokenizer.byte_lengths()[[tokenizer.eot, made.token_to_id("<s>")]].tolist() == [0, 0]
 
 
-def test_a_word_piece_tokenizer_reads_as_words(tmp_path):
+def test_a_word_piece_tokenizer_decodes_to_words(tmp_path):
     vocabulary = {"[UNK]": 0, "[SEP]": 1, "play": 2, "##ing": 3, "now": 4}
     made = Library(models.WordPiece(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -349,12 +361,6 @@ def test_a_word_piece_tokenizer_reads_as_words(tmp_path):
     assert tokenizer.encode("playing now") == [2, 3, 4]
     assert tokenizer.decode([2, 3, 4]) == " playing now"
     assert tokenizer.eot == 1
-
-
-def test_a_tokenizer_json_that_is_none_is_refused(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_tokenizer(tmp_path)
 
 
 # Without a network
@@ -396,16 +402,14 @@ def test_the_addresses_are_those_that_tiktoken_looks_for():
     from tiktoken_ext import openai_public
 
     assert set(openai_public.ENCODING_CONSTRUCTORS) == set(TIKTOKEN_SIZES)
-    for name in TIKTOKEN_SIZES:
-        made_by = openai_public.ENCODING_CONSTRUCTORS[name]
-        source = inspect.getsource(made_by)
+    for name, made_by in openai_public.ENCODING_CONSTRUCTORS.items():
         if name == "o200k_harmony":
-            source = inspect.getsource(openai_public.o200k_base)
-        for address in tiktoken_files(name):
-            assert address in source
+            made_by = openai_public.o200k_base
+        source = inspect.getsource(made_by)
+        assert all(address in source for address in tiktoken_files(name))
 
 
-def test_own_tokenizers_never_touch_the_network(no_network, monkeypatch):
+def test_own_tokenizers_never_touch_the_network(monkeypatch):
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection"))
     char_tokenizer("ab", False).encode("abba")
     ready_tokenizer("byte").encode("abba")
@@ -438,9 +442,3 @@ def test_other_names_are_refused_with_what_is_allowed(name, said):
     (problem,) = DataConfig(tokenizer=name).problems()
     assert name in problem
     assert said in problem
-
-
-def test_ids_come_as_integers_that_fit_the_vocabulary(tokenizer):
-    ids = tokenizer.encode_array("some text")
-    assert np.issubdtype(ids.dtype, np.integer)
-    assert ids.ndim == 1
