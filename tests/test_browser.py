@@ -247,6 +247,16 @@ def test_the_config_can_be_cut_to_what_differs(browser, report):
     assert 0 < browser.execute_script(rows) < everything / 3
 
 
+def test_a_run_that_has_only_started(browser, tmp_path):
+    folder = write_run(tmp_path / "new", steps=0)
+    open_page(browser, write_report([read_history(folder)], tmp_path / "new.html"), DESKTOP)
+    assert move(browser, 0.5) == ""
+    assert len(browser.find_elements("css selector", ".chart")) == 1  # none without data but this
+    hidden = ["samples", "validation", "differences"]
+    assert not any(browser.find_element("id", name).is_displayed() for name in hidden)
+    assert errors(browser) == []
+
+
 def test_two_runs_in_one_page(browser, tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=100, seed=7)
     both = write_report([read_history(a), read_history(b)], tmp_path / "both.html")

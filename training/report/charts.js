@@ -64,7 +64,8 @@ const tickText = (t) =>
 
 function valueText(value, decimals) {
   if (decimals === null) return value.toPrecision(3);
-  return value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+  const digits = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };
+  return value.toLocaleString("en", digits);
 }
 
 class Chart {
@@ -74,70 +75,75 @@ class Chart {
     this.node.className = `chart ${spec.name}`;
     this.box = document.createElement("div");
     this.box.className = "pointer-box";
-    new ResizeObserver(() => this.draw()).observe(this.node);
+    const resized = () => this.node.clientWidth !== this.width && this.draw();
+    new ResizeObserver(resized).observe(this.node); // also draws it for the first time
   }
 
-  // Every run's curve: {run, color, style, label, decimals, xs, ys}; what was not finite is null.
+  get isLog() {
+    return this.name === "loss" && view.scale === "log";
+  }
+
+  // The curves of all runs on the present axes. What cannot be drawn, such as NaN, is null.
   curveList() {
     return this.runs.flatMap((run, i) =>
       this.curves.map(([rows, column, style, label, decimals, factor = 1]) => ({
-        run, style, label, decimals, rows,
+        run, rows, style, label, decimals,
         color: color(i, rows, this.runs.length),
         xs: run[rows][view.axis],
-        ys: run[rows][column].map((y) => (y === null ? null : factor * y)),
+        ys: run[rows][column].map((y) =>
+          (y === null || (this.isLog && y <= 0) ? null : factor * y)),
       })));
   }
 
-  // Choose the ranges of both axes, and the functions from values to pixels.
-  layOut(width, height, curves) {
-    const [x0, x1] = view.zoom ?? extent(this.runs.flatMap((run) => [
-      ...run.training[view.axis], ...run.validation[view.axis]]), 0.02);
-    const log = this.name === "loss" && view.scale === "log";
-    const shown = curves.filter((curve) => curve.style !== "hidden").flatMap((curve) =>
-      curve.ys.filter((y, i) => y !== null && curve.xs[i] >= x0 && curve.xs[i] <= x1 && !(log && y <= 0)));
-    let [y0, y1] = extent(log ? shown.map(Math.log) : this.zero ? [0, ...shown] : shown, 0.05);
-    if (this.zero) y0 = 0;
+  // Choose the range of each axis, and with it the functions from values to pixels.
+  layOut() {
     const { left, right, top, bottom } = MARGIN;
-    const fromLog = (y) => (log ? Math.log(Math.max(y, 1e-300)) : y);
-    Object.assign(this, { x0, x1, width, height });
-    this.x = (value) => left + ((value - x0) / (x1 - x0)) * (width - left - right);
-    this.xValue = (pixel) => x0 + ((pixel - left) / (width - left - right)) * (x1 - x0);
-    this.y = (value) => height - bottom - ((fromLog(value) - y0) / (y1 - y0)) * (height - top - bottom);
-    const count = height > 300 ? 6 : 4;
-    this.yTicks = log ? logTicks(Math.exp(y0), Math.exp(y1)) : ticks(y0, y1, count);
+    const inner = this.width - left - right, base = this.height - bottom;
+    const scaled = (y) => (this.isLog ? Math.log(y) : y);
+    const all = this.runs.flatMap((run) => [run.training, run.validation]);
+    const [x0, x1] = view.zoom ?? extent(all.flatMap((rows) => rows[view.axis]), 0.02);
+    const inView = this.shown.filter((curve) => curve.style !== "hidden").flatMap(({ xs, ys }) =>
+      ys.filter((y, i) => y !== null && xs[i] >= x0 && xs[i] <= x1));
+    let [y0, y1] = extent([...(this.zero ? [0] : []), ...inView.map(scaled)], 0.05);
+    if (this.zero) y0 = 0;
+    this.x = (value) => left + ((value - x0) / (x1 - x0)) * inner;
+    this.xValue = (pixel) => x0 + ((pixel - left) / inner) * (x1 - x0);
+    this.y = (value) => base - ((scaled(value) - y0) / (y1 - y0)) * (base - top);
+    this.xTicks = ticks(x0, x1, Math.max(2, Math.min(9, inner / 90)));
+    this.yTicks = this.isLog ? logTicks(Math.exp(y0), Math.exp(y1))
+      : ticks(y0, y1, this.height / 60);
   }
 
   draw() {
-    const width = this.node.clientWidth, height = this.name === "loss" ? 380 : 220;
-    if (!width) return;
-    const curves = this.shown = this.curveList();
-    this.layOut(width, height, curves);
-    const { left, right, top, bottom } = MARGIN, inner = width - left - right;
-    const clip = `clip-${this.name}`, base = height - bottom;
-    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img",
-      "aria-label": this.title || "loss" });
-    root.append(svg("clipPath", { id: clip },
-      svg("rect", { x: left, y: top - 4, width: inner, height: base - top + 8 })));
+    this.width = this.node.clientWidth;
+    this.height = this.name === "loss" ? 380 : 220;
+    this.shown = this.curveList();
+    this.layOut();
+    const { width, height } = this;
+    const { left, right, top, bottom } = MARGIN, base = height - bottom, end = width - right;
+    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
     for (const tick of this.yTicks) {
-      root.append(
-        svg("line", { class: "grid", x1: left, x2: width - right, y1: this.y(tick), y2: this.y(tick) }),
-        svg("text", { class: "y", x: left - 7, y: this.y(tick) + 4 }, tickText(tick)));
+      const y = this.y(tick);
+      root.append(svg("line", { class: "grid", x1: left, x2: end, y1: y, y2: y }),
+        svg("text", { class: "y", x: left - 7, y: y + 4 }, tickText(tick)));
     }
-    for (const tick of ticks(this.x0, this.x1, Math.max(2, Math.min(9, inner / 90)))) {
-      root.append(
-        svg("line", { class: "grid", x1: this.x(tick), x2: this.x(tick), y1: base, y2: base + 5 }),
-        svg("text", { class: "x", x: this.x(tick), y: base + 18 }, tickText(tick)));
+    for (const tick of this.xTicks) {
+      const x = this.x(tick);
+      root.append(svg("line", { class: "grid", x1: x, x2: x, y1: base, y2: base + 5 }),
+        svg("text", { class: "x", x, y: base + 18 }, tickText(tick)));
     }
-    root.append(
-      svg("line", { class: "axis", x1: left, x2: width - right, y1: base, y2: base }),
-      svg("text", { class: "x", x: left + inner / 2, y: height - 5 }, AXES[view.axis]),
+    root.append(svg("line", { class: "axis", x1: left, x2: end, y1: base, y2: base }),
+      svg("text", { class: "x", x: (left + end) / 2, y: height - 5 }, AXES[view.axis]),
       svg("text", { class: "title", x: left, y: 14 }, this.title));
+    const clip = `clip-${this.name}`;
+    root.append(svg("clipPath", { id: clip },
+      svg("rect", { x: left, y: top - 4, width: end - left, height: base - top + 8 })));
     const inside = svg("g", { "clip-path": `url(#${clip})` });
     for (const mark of this.runs.flatMap((run) => run.marks)) {
       const x = this.x(mark[view.axis]);
       inside.append(svg("line", { class: `mark ${mark.kind}`, x1: x, x2: x, y1: top, y2: base }));
     }
-    for (const curve of curves) this.drawCurve(inside, curve);
+    for (const curve of this.shown) this.drawCurve(inside, curve);
     this.pointer = svg("g", {});
     root.append(inside, this.pointer);
     this.listen(root);
@@ -147,7 +153,7 @@ class Chart {
 
   drawCurve(parent, { xs, ys, style, color }) {
     if (style === "hidden") return;
-    let path = "", pen = "M"; // a value that is not finite leaves a gap
+    let path = "", pen = "M"; // a null leaves a gap
     ys.forEach((y, i) => {
       if (y !== null) path += `${pen}${this.x(xs[i]).toFixed(1)},${this.y(y).toFixed(1)}`;
       pen = y === null ? "M" : "L";
@@ -166,6 +172,7 @@ class Chart {
       height: this.height - MARGIN.top - MARGIN.bottom });
     root.append(selection);
     root.addEventListener("pointerdown", (event) => {
+      this.point(at(event));
       if (event.pointerType !== "mouse" || event.button) return;
       event.preventDefault(); // no text is selected
       start = at(event);
@@ -193,52 +200,50 @@ class Chart {
     this.pointer.replaceChildren();
   }
 
-  // Show the values nearest to the pointer: of lines wherever they go, of dots if they are near.
+  // Show the points nearest to the pointer, and each training curve where it runs past it.
   point(pixel) {
     this.leave();
-    const found = this.shown.map((curve) => {
-      const i = nearest(curve.xs, this.xValue(pixel));
-      return { ...curve, i, x: this.x(curve.xs[i]), distance: Math.abs(this.x(curve.xs[i]) - pixel) };
-    }).filter((point) => point.distance <= this.width);
-    if (!found.length) return;
-    const first = found.reduce((a, b) => (b.distance < a.distance ? b : a));
-    const near = (point) => point.distance <= first.distance + NEAR;
-    const beyond = ({ xs, i }) => xs.length < 2 || i === 0 || i === xs.length - 1;
-    const values = found.filter((p) => near(p) || (p.rows === "training" && !beyond(p)));
+    const points = this.shown.filter((curve) => curve.xs.length).map((curve) => {
+      const i = nearest(curve.xs, this.xValue(pixel)), x = this.x(curve.xs[i]);
+      return { ...curve, i, x, y: curve.ys[i], distance: Math.abs(x - pixel) };
+    });
+    if (!points.length) return;
+    const first = points.reduce((a, b) => (b.distance < a.distance ? b : a));
+    const passes = ({ rows, xs, i }) => rows === "training" && i > 0 && i < xs.length - 1;
+    const near = (point) => point.distance <= first.distance + NEAR || passes(point);
     const marks = this.runs.flatMap((run) => run.marks.map((mark) => ({ run, ...mark })))
       .filter((mark) => Math.abs(this.x(mark[view.axis]) - pixel) <= NEAR);
-    this.showBox(pixel, first, values.filter((p) => p.ys[p.i] !== null), marks);
+    this.showBox(pixel, first, points.filter((p) => p.y !== null && near(p)), marks);
   }
 
-  showBox(pixel, first, values, marks) {
-    const { step, tokens, minutes } = first.run[first.rows];
-    const head = [["step", step[first.i].toLocaleString("en")],
-      ["tokens", `${tokens[first.i].toFixed(2)} M`], ["time", `${minutes[first.i].toFixed(1)} min`]];
-    const several = this.runs.length > 1;
-    const table = document.createElement("table");
-    const row = (label, text, color) => {
-      const line = table.insertRow(), name = line.insertCell(), value = line.insertCell();
-      name.textContent = label;
-      value.textContent = text;
-      if (color) name.style.color = color;
+  showBox(pixel, first, points, marks) {
+    const table = document.createElement("table"), several = this.runs.length > 1;
+    const row = (label, text, color = "") => {
+      const line = table.insertRow();
+      for (const words of [label, text]) line.insertCell().textContent = words;
+      line.firstChild.style.color = color;
     };
-    for (const [label, text] of head) row(label, text);
-    for (const { run, rows, i, label, ys, decimals, color } of values) {
-      const other = run[rows].step[i] === step[first.i] ? "" : ` (step ${run[rows].step[i]})`;
-      row((several ? `${run.name}: ` : "") + label + other, valueText(ys[i], decimals), color);
+    const at = (name) => first.run[first.rows][name][first.i];
+    row("step", at("step").toLocaleString("en"));
+    row("tokens", `${at("tokens").toFixed(2)} M`);
+    row("time", `${at("minutes").toFixed(1)} min`);
+    for (const { run, rows, i, label, y, decimals, color } of points) {
+      const step = run[rows].step[i], other = step === at("step") ? "" : ` (step ${step})`;
+      row(`${several ? `${run.name}: ` : ""}${label}${other}`, valueText(y, decimals), color);
     }
-    for (const mark of marks) row(several ? mark.run.name : "event", `${mark.text} (step ${mark.step})`);
-    this.box.replaceChildren(table);
-    this.box.hidden = false;
-    const left = pixel > this.width / 2;
+    for (const { run, text, step } of marks) {
+      row(several ? run.name : "event", `${text} (step ${step})`);
+    }
+    const left = pixel > this.width / 2; // of the pointer
     this.box.style.left = left ? "auto" : `${pixel + 14}px`;
     this.box.style.right = left ? `${this.width - pixel + 14}px` : "auto";
-    this.pointer.append(svg("line", { class: "axis", x1: first.x, x2: first.x, y1: MARGIN.top,
-      y2: this.height - MARGIN.bottom }));
-    for (const { x, ys, i, style, color } of values) {
-      if (style !== "hidden") this.pointer.append(
-        svg("circle", { cx: x, cy: this.y(ys[i]), r: 4, style: `fill: ${color}` }));
-    }
+    this.box.replaceChildren(table);
+    this.box.hidden = false;
+    const base = this.height - MARGIN.bottom;
+    this.pointer.append(
+      svg("line", { class: "axis", x1: first.x, x2: first.x, y1: MARGIN.top, y2: base }),
+      ...points.filter((point) => point.style !== "hidden").map(({ x, y, color }) =>
+        svg("circle", { cx: x, cy: this.y(y), r: 4, style: `fill: ${color}` })));
   }
 
   // Download the chart with the style sheet in it; a file has no other way to its colors.
@@ -260,7 +265,7 @@ class Chart {
 function extent(values, margin) {
   if (!values.length) return [0, 1];
   let low = Infinity, high = -Infinity;
-  for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
+  for (const value of values) [low, high] = [Math.min(low, value), Math.max(high, value)];
   const more = margin * (high - low) || Math.abs(high) * margin || 1;
   return [low - more, high + more];
 }
@@ -289,5 +294,4 @@ function startCharts(place, runs) {
   charts = CHARTS.filter((spec) => spec.name === "loss" || spec.curves.some(has))
     .map((spec) => new Chart(spec, runs));
   place.append(...charts.map((chart) => chart.node));
-  setView({});
 }

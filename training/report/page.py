@@ -122,9 +122,9 @@ def tiles(history: History) -> list[tuple[str, str]]:
         (decimals(best.get("val_loss")), f"best validation loss{at_step}"),
         (decimals(best.get("bits_per_byte")), "best bits per byte"),
         (decimals(last.get("loss")), "training loss (last step)"),
-        (short(last.get("tokens_per_second") or math.nan), "tokens per second"),
+        (speed(last), "tokens per second"),
         (percent(last.get("mfu")), "MFU"),
-        (clock_text(last.get("seconds", math.nan)), "training time"),
+        (clock_text(last.get("seconds", 0.0)), "training time"),
         (short(last.get("tokens", 0)), "tokens seen"),
         (f"{history.last_step:,}", f"of {history.max_steps:,} steps"),
     ]
@@ -141,8 +141,8 @@ def comparison(histories: Sequence[History]) -> list[list[str]]:
                 f"{history.last_step:,} of {history.max_steps:,}",
                 decimals(best.get("val_loss")),
                 decimals(best.get("bits_per_byte")),
-                clock_text(last.get("seconds", math.nan)),
-                short(last.get("tokens_per_second") or math.nan),
+                clock_text(last.get("seconds", 0.0)),
+                speed(last),
             ]
         )
     return rows
@@ -150,6 +150,11 @@ def comparison(histories: Sequence[History]) -> list[list[str]]:
 
 def decimals(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
+
+
+def speed(entry: Entry) -> str:
+    tokens_per_second = entry.get("tokens_per_second")
+    return short(tokens_per_second) if tokens_per_second else "-"
 
 
 # What the charts draw

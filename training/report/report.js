@@ -31,12 +31,13 @@ function key(kind, color, text) {
 }
 
 function legend() {
-  const names = data.runs.map((run, i) => key("", color(i, "training", data.runs.length), run.name));
+  const of = (run, rows) => color(run, rows, data.runs.length);
   const keys = single
-    ? [key("", color(0, "training", 1), "training, smoothed"),
-      key("thin", color(0, "training", 1), "as logged"),
-      key("", color(0, "validation", 1), "validation")]
-    : [...names, key("thin", "var(--soft)", "training; dots: validation")];
+    ? [key("", of(0, "training"), "training, smoothed"),
+      key("thin", of(0, "training"), "as logged"),
+      key("", of(0, "validation"), "validation")]
+    : [...data.runs.map((run, i) => key("", of(i, "training"), run.name)),
+      key("thin", "var(--soft)", "training; dots: validation")];
   const marks = data.runs.flatMap((run) => run.marks.map((mark) => mark.kind));
   for (const kind of ["resumed", "warning"]) {
     if (marks.includes(kind)) keys.push(key("dashed", `var(--${kind})`, kind));
@@ -45,8 +46,8 @@ function legend() {
 }
 
 function comparison([head, ...rows]) {
-  const named = (cells, i) => [key("", color(i, "training", rows.length), cells[0]), ...cells.slice(1)];
-  return table(rows.map(named), head);
+  const keyOf = (name, i) => key("", color(i, "training", rows.length), name);
+  return table(rows.map(([name, ...cells], i) => [keyOf(name, i), ...cells]), head);
 }
 
 function sample({ name, prompt, text }) {
@@ -153,7 +154,10 @@ function startButtons() {
     document.body.classList.toggle("changes-only", event.target.checked);
   });
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const follow = () => press(document.querySelector(`button[data-theme=${dark.matches ? "dark" : "light"}]`));
+  const follow = () => {
+    const theme = dark.matches ? "dark" : "light";
+    press(document.querySelector(`button[data-theme="${theme}"]`));
+  };
   dark.addEventListener("change", follow);
   follow();
 }
@@ -176,7 +180,8 @@ function start() {
   section("commands", (data.commands ?? []).map(([name, text]) =>
     make("div", "command", name, make("pre", "", text))));
   section("config", Object.entries(data.config ?? {}).map(configSection));
-  if (data.differences) section("differences", [table(data.differences.slice(1), data.differences[0])]);
+  const [titles, ...rows] = data.differences ?? [];
+  if (titles) section("differences", [table(rows, titles)]);
   for (const id of ["data", "environment"]) {
     section(id, data[id]?.length ? [table(data[id])] : []);
   }
