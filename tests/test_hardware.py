@@ -1,4 +1,4 @@
-"""Peaks by the name of a GPU, and the share of them that is used, against values made by hand."""
+"""Peak speeds by the name of a GPU, MFU and memory settings, against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ import torch
 
 from model.config import ModelConfig
 from model.gpt import GPT
-from training.device import (
-    keep_freed_memory,
-    known_peak,
-    measured_peak,
-    model_flops_utilisation,
-    peak_flops,
-)
+from training import device
+from training.device import keep_freed_memory, known_peak, model_flops_utilization
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 
@@ -37,59 +32,49 @@ HALF, SINGLE = torch.bfloat16, torch.float32
         ("Tesla V100-SXM2-16GB", 125e12, 15.7e12),
         ("Tesla T4", 65e12, 8.1e12),
         ("NVIDIA GeForce RTX 3090", 71e12, 35.6e12),
+        # Names that only look like a known one
+        ("NVIDIA A10G", None, None),
+        ("NVIDIA L40", None, None),
+        ("NVIDIA RTX 6000 Ada Generation", None, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
+        ("", None, None),
     ],
 )
-def test_a_gpu_is_known_by_its_whole_name(name, half, single):
+def test_the_peak_of_a_gpu_by_its_whole_name(name, half, single):
     assert known_peak(name, HALF) == known_peak(name, torch.float16) == half
     assert known_peak(name, SINGLE) == single
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "NVIDIA A10G",
-        "NVIDIA L40",
-        "NVIDIA RTX 6000 Ada Generation",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "",
-    ],
-)
-def test_a_gpu_that_only_looks_like_a_known_one_is_unknown(name):
-    assert known_peak(name, HALF) is None
+    ("kind", "name", "peak"),
+    [("cuda:0", "NVIDIA A100-SXM4-40GB", 312e12), ("cuda:0", "Some GPU", 5), ("cpu", "", 5),
+     ("mps", "", None)],
+)  # fmt: skip
+def test_an_unknown_gpu_and_a_cpu_are_measured(monkeypatch, kind, name, peak):
+    monkeypatch.setattr(device, "measured_peak", lambda *args, **kwargs: 5)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert device.peak_flops(torch.device(kind), HALF) == peak
 
 
-def test_a_known_gpu_is_not_measured_and_an_unknown_one_is(monkeypatch):
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr("training.device.measured_peak", lambda *args, **kwargs: 5.0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
-    assert peak_flops(device, HALF) == 312e12
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    assert peak_flops(device, HALF) == 5.0
-    assert peak_flops(torch.device("cpu"), SINGLE) == 5.0
-    assert peak_flops(torch.device("mps"), SINGLE) is None
-
-
-def test_a_measurement_counts_two_operations_a_product(monkeypatch):
+def test_a_measurement_counts_two_operations_per_multiplication(monkeypatch):
     # Four products of 8 x 8 matrices, each of 0.5 s but for one of 0.25: 2 x 512 / 0.25.
     durations = [0.5, 0.5, 0.25, 0.5]
     ticks = iter([t for i, d in enumerate(durations) for t in (10.0 * i, 10.0 * i + d)])
     monkeypatch.setattr("training.device.time.perf_counter", lambda: next(ticks))
-    assert measured_peak(torch.device("cpu"), SINGLE, size=8, tries=4) == 4096
+    assert device.measured_peak(torch.device("cpu"), SINGLE, size=8, tries=4) == 4096
 
 
-def test_utilisation_is_the_models_work_over_the_peak_of_all_ranks():
-    # 1,000 tokens/s x 6e9 operations = 6e12 a second, of 2 devices with 12e12 each.
-    assert model_flops_utilisation(1000, 6e9, peak=12e12, world=2) == pytest.approx(0.25)
-    assert model_flops_utilisation(1000, 6e9, peak=12e12, world=1) == pytest.approx(0.5)
+@pytest.mark.parametrize(
+    ("peak", "world", "mfu"),
+    # 1,000 tokens/s x 6e9 operations = 6e12 per second.
+    [(12e12, 2, 0.25), (12e12, 1, 0.5), (1e12, 1, 1.0), (None, 1, None)],
+)
+def test_mfu_is_the_models_work_over_the_peak_of_all_ranks(peak, world, mfu):
+    assert model_flops_utilization(1000, 6e9, peak, world) == mfu
 
 
-def test_utilisation_without_a_peak_is_unknown_and_never_above_1():
-    assert model_flops_utilisation(1000, 6e9, peak=None, world=1) is None
-    assert model_flops_utilisation(1000, 6e9, peak=1e12, world=1) == 1.0
-
-
-def test_operations_of_a_token_by_hand():
+def test_operations_per_token_by_hand():
     config = ModelConfig(n_layers=2, n_heads=2, n_kv_heads=1, d_model=8, d_mlp=12, mlp="swiglu")
     model = GPT(config.resolved(10))
     # A layer: q 8x8, k and v 4x8, out 8x8, gate, up and down 12x8 each; the head 10x8.
@@ -99,8 +84,8 @@ def test_operations_of_a_token_by_hand():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's own setting")
-def test_memory_that_was_freed_is_there_for_the_next_step():
-    """32 MB taken and freed 10 times, after the heap has grown: no page is faulted in again."""
+def test_freed_memory_is_reused_by_the_next_step():
+    """Allocate and free 32 MB ten times once the heap has grown: no page is faulted in again."""
     assert keep_freed_memory()
     pages = 32 * 2**20 // resource.getpagesize()
     for _ in range(20):

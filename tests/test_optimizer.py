@@ -11,7 +11,7 @@ from cli.options import ConfigError
 from model.config import ModelConfig
 from model.gpt import GPT
 from training.config import OptimConfig
-from training.optimizer import Muon, Optimizers, group_names, orthogonalise
+from training.optimizer import Muon, Optimizers, group_names, orthogonalize
 
 CPU = torch.device("cpu")
 
@@ -106,9 +106,9 @@ def test_decay_is_decoupled_from_the_gradient():
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 24), (2, 24, 8), (1, 16, 16)])
-def test_orthogonalised_matrices_have_singular_values_near_1(shape):
+def test_orthogonalized_matrices_have_singular_values_near_1(shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    found = orthogonalise(x)
+    found = orthogonalize(x)
     assert found.shape == x.shape
     values = torch.linalg.svdvals(found)
     assert values.min() > 0.6
@@ -121,7 +121,7 @@ def test_orthogonalised_matrices_have_singular_values_near_1(shape):
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 24), (2, 64, 32), (2, 16, 16)])
-def test_orthogonalising_is_the_papers_iteration_in_float64(shape):
+def test_orthogonalizing_is_the_papers_iteration_in_float64(shape):
     """Wide and tall matrices take a shorter way, also with singular values from 1 to 1e-5."""
     rng = torch.Generator().manual_seed(1)
     u, s, vt = torch.linalg.svd(torch.randn(shape, generator=rng), full_matrices=False)
@@ -131,14 +131,14 @@ def test_orthogonalising_is_the_papers_iteration_in_float64(shape):
         for _ in range(5):
             gram = expected @ expected.mT
             expected = 3.4445 * expected + (-4.7750 * gram + 2.0315 * gram @ gram) @ expected
-        error = (orthogonalise(x) - expected).norm() / expected.norm()
+        error = (orthogonalize(x) - expected).norm() / expected.norm()
         assert error < 1e-3  # measured: 2e-4 at most
 
 
 def test_the_size_of_a_matrix_does_not_matter_to_its_direction():
     x = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(orthogonalise(x), orthogonalise(x * 1e-3), atol=1e-3)
-    assert torch.equal(orthogonalise(torch.zeros(1, 4, 4)), torch.zeros(1, 4, 4))
+    assert torch.allclose(orthogonalize(x), orthogonalize(x * 1e-3), atol=1e-3)
+    assert torch.equal(orthogonalize(torch.zeros(1, 4, 4)), torch.zeros(1, 4, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""Which device, backend and number format are chosen, on hardware that need not be here."""
+"""Device, backend and number format chosen on hardware that this machine need not have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU, MPS, CUDA = torch.device("cpu"), torch.device("mps"), torch.device("cuda", 
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """gpus(2, (7, 5)): as if this machine had two GPUs of that capability."""
+    """gpus(2, (7, 5)): pretend that this machine has two GPUs of that capability."""
 
     def pretend(count: int, capability: tuple[int, int] = (9, 0)) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -25,85 +25,80 @@ def gpus(monkeypatch):
     return pretend
 
 
-@pytest.fixture
-def no_probe(monkeypatch):
-    """A GPU must not be asked for what it can do where there is none."""
-
-    def probed(device=None):
-        raise AssertionError("no CUDA GPU here")
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", probed)
-
-
-@pytest.fixture
-def apple(monkeypatch):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-
-
 # Devices
 
 
-def test_auto_takes_this_ranks_gpu_else_apples_else_the_cpu(gpus, monkeypatch):
-    gpus(2)
-    assert pick_device("auto", local_rank=1) == torch.device("cuda", 1)
-    gpus(0)
-    assert pick_device("auto") == CPU
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert pick_device("auto") == MPS
-
-
-def test_a_device_that_is_asked_for_is_taken(gpus, apple):
-    gpus(2)
-    assert pick_device("cpu", local_rank=1) == CPU
-    assert pick_device("mps") == MPS
-    assert pick_device("cuda", local_rank=1) == torch.device("cuda", 1)
-    assert pick_device("cuda:1") == torch.device("cuda", 1)
+@pytest.mark.parametrize(
+    ("count", "apple", "asked", "rank", "device"),
+    [
+        (2, False, "auto", 1, "cuda:1"),
+        (0, False, "auto", 0, "cpu"),
+        (0, True, "auto", 0, "mps"),
+        (2, True, "cpu", 1, "cpu"),
+        (2, True, "mps", 0, "mps"),
+        (2, True, "cuda", 1, "cuda:1"),
+        (2, True, "cuda:1", 0, "cuda:1"),
+    ],
+)
+def test_auto_takes_this_ranks_gpu_else_apples_else_the_cpu(
+    gpus, monkeypatch, count, apple, asked, rank, device
+):
+    gpus(count)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: apple)
+    assert pick_device(asked, rank) == torch.device(device)
 
 
 @pytest.mark.parametrize(
-    ("count", "name", "rank"), [(0, "cuda", 0), (0, "cuda:0", 0), (1, "cuda:1", 0), (2, "cuda", 2)]
+    ("count", "name", "rank", "reason"),
+    [
+        (0, "cuda", 0, "GPU .* torch sees 0 CUDA GPU"),
+        (0, "cuda:0", 0, "GPU .* torch sees 0 CUDA GPU"),
+        (1, "cuda:1", 0, "GPU .* torch sees 1 CUDA GPU"),
+        (2, "cuda", 2, "GPU .* torch sees 2 CUDA GPU"),
+        (0, "gpu", 0, "must be auto, cpu, cuda, cuda:N"),
+        (0, "mps", 0, "no Apple GPU"),
+    ],
 )
-def test_a_gpu_that_is_not_there_is_refused(gpus, count, name, rank):
+def test_a_device_that_does_not_exist_is_refused(gpus, monkeypatch, count, name, rank, reason):
     gpus(count)
-    with pytest.raises(ConfigError, match=f"run.device={name}: GPU .* torch sees {count} CUDA GPU"):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"run.device={name}: .*{reason}"):
         pick_device(name, rank)
-
-
-def test_what_is_no_device_is_refused():
-    with pytest.raises(ConfigError, match="run.device=gpu: allowed are auto, cpu, cuda, cuda:N"):
-        pick_device("gpu")
-    if not torch.backends.mps.is_available():
-        with pytest.raises(ConfigError, match="no Apple GPU"):
-            pick_device("mps")
 
 
 # Number formats
 
 
-def test_auto_looks_at_the_device_that_was_chosen_and_at_no_other(no_probe, gpus, monkeypatch):
-    monkeypatch.setattr("training.device.cpu_has_bfloat16_units", lambda: False)
-    assert pick_dtype("auto", CPU, 512)[0] == "float32"
-    assert pick_dtype("auto", MPS, 512)[0] == "float32"
-    gpus(1, (9, 0))  # a GPU is there, but was not asked for
-    assert pick_dtype("auto", CPU, 512)[0] == "float32"
-    monkeypatch.setattr("training.device.cpu_has_bfloat16_units", lambda: True)
-    assert pick_dtype("auto", CPU, 512)[0] == "bfloat16"
-    assert pick_dtype("auto", CPU, 256)[0] == "bfloat16"
-    assert pick_dtype("auto", CPU, 255)[0] == "float32"  # conversion would cost more than it saves
-    assert pick_dtype("auto", MPS, 512)[0] == "float32"
+@pytest.mark.parametrize(
+    ("device", "width", "units", "dtype"),
+    [
+        (CPU, 512, False, "float32"),
+        (CPU, 512, True, "bfloat16"),
+        (CPU, 256, True, "bfloat16"),
+        (CPU, 255, True, "float32"),  # casting would cost more than it saves
+        (MPS, 512, True, "float32"),
+    ],
+)
+def test_auto_looks_at_the_chosen_device_only(monkeypatch, device, width, units, dtype):
+    def probed(device=None):
+        raise AssertionError("no CUDA GPU here")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", probed)
+    monkeypatch.setattr("training.device.cpu_has_bfloat16_units", lambda: units)
+    assert pick_dtype("auto", device, width)[0] == dtype
 
 
 @pytest.mark.parametrize(
     ("amx", "avx", "units"),
     [(True, True, True), (True, False, True), (False, True, True), (False, False, False)],
 )
-def test_either_unit_of_a_cpu_will_do(monkeypatch, amx, avx, units):
+def test_either_unit_of_a_cpu_is_enough(monkeypatch, amx, avx, units):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
     assert cpu_has_bfloat16_units() is units
 
 
-def test_a_torch_that_cannot_tell_of_units_has_none(monkeypatch):
+def test_a_torch_without_the_probes_has_no_units(monkeypatch):
     for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
         monkeypatch.delattr(torch.cpu, name)
     assert cpu_has_bfloat16_units() is False
@@ -118,41 +113,29 @@ def test_bfloat16_only_where_a_gpu_computes_it(gpus, capability, dtype):
     chosen, why = pick_dtype("auto", CUDA, 512)
     assert chosen == dtype
     assert "bfloat16 units" in why or "natively" in why
-    assert Precision(getattr(torch, chosen), "cpu").scaler().is_enabled() is (dtype == "float16")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_format_that_is_asked_for_is_taken(gpus, dtype):
+def test_a_format_that_is_asked_for_is_taken_but_float16_only_on_cuda(gpus):
     gpus(1, (7, 5))
-    assert pick_dtype(dtype, CUDA, 512) == (dtype, "as set")
-
-
-@pytest.mark.parametrize("device", [CPU, MPS])
-def test_float16_is_for_gpus_of_cuda(device):
-    with pytest.raises(ConfigError, match=f"run.dtype=float16 on {device.type}.*--dtype=float32"):
-        pick_dtype("float16", device, 512)
-    assert pick_dtype("bfloat16", device, 512)[0] == "bfloat16"
-
-
-def test_only_float16_scales_the_loss():
-    enabled = {
-        d: Precision(d, "cpu").scaler().is_enabled() for d in (torch.float32, torch.bfloat16)
-    }
-    assert not any(enabled.values())
-    assert Precision(torch.float16, "cpu").scaler().is_enabled()
-    off = Precision(torch.float32, "cpu").scaler()
-    assert off.scale(torch.ones(())) == 1
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert pick_dtype(dtype, CUDA, 512) == (dtype, "as set")
+    for device in (CPU, MPS):
+        assert pick_dtype("bfloat16", device, 512)[0] == "bfloat16"
+        with pytest.raises(ConfigError, match=f"float16 on {device.type}.*--dtype=float32"):
+            pick_dtype("float16", device, 512)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_products_are_computed_in_the_format_and_weights_stay_float32(dtype):
-    layer = torch.nn.Linear(4, 4)
-    with Precision(dtype, "cpu").autocast():
+def test_products_use_the_format_weights_stay_float32_and_only_float16_is_scaled(dtype):
+    layer, precision = torch.nn.Linear(4, 4), Precision(dtype, "cpu")
+    with precision.autocast():
         assert layer(torch.ones(2, 4)).dtype == dtype
     assert layer.weight.dtype == torch.float32
+    assert precision.scaler().is_enabled() is (dtype == torch.float16)
+    assert (float(precision.scaler().scale(torch.ones(()))) == 1) is (dtype != torch.float16)
 
 
-def test_on_apple_gpus_attention_is_the_textbooks():
+def test_on_apple_gpus_attention_is_the_reference():
     assert pick_attention("auto", MPS) == "reference"
     assert pick_attention("auto", CPU) == pick_attention("auto", CUDA) == "sdpa"
     assert pick_attention("sdpa", MPS) == "sdpa"
@@ -162,14 +145,11 @@ def test_on_apple_gpus_attention_is_the_textbooks():
 # Between ranks
 
 
-def test_without_nccl_gpus_talk_through_gloo_and_it_is_said(monkeypatch):
-    said: list[str] = []
+def test_without_nccl_gpus_use_gloo_with_a_message(monkeypatch, capsys):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert pick_backend(CUDA, said.append) == "nccl"
-    assert not said
+    assert pick_backend(CUDA) == "nccl"
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert pick_backend(CUDA, said.append) == "gloo"
-    assert len(said) == 1
-    assert "nccl" in said[0]
-    assert pick_backend(CPU, said.append) == "gloo"
-    assert len(said) == 1
+    assert pick_backend(CPU) == pick_backend(CUDA, announce=False) == "gloo"
+    assert capsys.readouterr().out == ""
+    assert pick_backend(CUDA) == "gloo"
+    assert "nccl" in capsys.readouterr().out

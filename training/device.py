@@ -1,4 +1,4 @@
-"""What the hardware could do, and the share of it that training uses (MFU)."""
+"""The device a run computes on: peak speed and MFU, number formats, memory settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from cli.options import ConfigError
 
-# What the hardware could do, and the share of it that training uses (MFU).
+# Peak speed, and the fraction of it that training reaches (model FLOPs utilization, MFU)
 
 # Dense bfloat16/float16 and float32 (TF32 off) peaks in FLOP/s, from the vendors' datasheets.
 PEAKS: dict[str, tuple[float, float]] = {
@@ -35,17 +35,17 @@ PEAKS: dict[str, tuple[float, float]] = {
 
 
 def hardware_name(device: torch.device) -> str:
-    """What computes: another kind rounds in other places, so the bits are its own."""
+    """Name the hardware; another kind rounds differently, so its bits differ."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def known_peak(gpu_name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a GPU by the name that torch gives it; None if it is not in the table.
+    """Return the FLOP/s of a GPU by torch's name for it; None if it is not in the table.
 
-    Whole words count: "A10" is not in "A100". The longest name that is in it wins: "H100 PCIe"
-    before "H100". A part of a GPU (MIG) or its laptop form has another peak than its name says.
+    Whole words are compared ("A10" is not in "A100") and the longest match wins ("H100 PCIe" before
+    "H100"). Part of a GPU (MIG) and laptop models have other peaks than their names say.
     """
     words = gpu_name.replace("-", " ").split()
     matches = [name for name in PEAKS if set(name.split()) <= set(words)]
@@ -56,9 +56,9 @@ def known_peak(gpu_name: str, dtype: torch.dtype) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of one device, from the table for a known GPU, else measured by a matrix product.
+    """Return the FLOP/s of one device: from the table for a known GPU, else measured.
 
-    None on a device that is neither known nor worth measuring.
+    None for devices that are neither in the table nor worth measuring (Apple GPUs).
     """
     if device.type == "cuda":
         known = known_peak(torch.cuda.get_device_name(device), dtype)
@@ -69,10 +69,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, size: int, tries: int = 8) -> float:
-    """The best of some square matrix products, in FLOP/s (2 size^3 operations each).
+    """Return the best FLOP/s of several square matrix products (2 size^3 operations each).
 
-    Short ones, so that on a busy machine one of them is not interrupted. Of numbers at random: a
-    GPU that multiplies ones draws less power, and is faster than it ever is in training.
+    They are short, so that some run without interruption even on a busy machine. Their numbers are
+    random: multiplying ones takes a GPU less power, and so runs faster than training ever does.
     """
     rng = torch.Generator(device).manual_seed(0)
     a = torch.empty(size, size, dtype=dtype, device=device).normal_(generator=rng)
@@ -86,13 +86,18 @@ def measured_peak(device: torch.device, dtype: torch.dtype, size: int, tries: in
     return 2 * size**3 / best
 
 
-def model_flops_utilisation(
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def model_flops_utilization(
     tokens_per_second: float, flops_per_token: float, peak: float | None, world: int
 ) -> float | None:
-    """The share of the hardware's peak that the model's own arithmetic reaches (PaLM, appendix B).
+    """Return the model's own FLOP/s as a fraction of the hardware's peak (PaLM, appendix B).
 
-    tokens_per_second counts all ranks, peak is one device's. None without a peak. At most 1: a
-    measured peak can be short of the truth, a share cannot be above it.
+    tokens_per_second: of all ranks. peak: of one device; None gives None. The result is at most 1,
+    since a measured peak may be too low.
     """
     if not peak:
         return None
@@ -100,11 +105,12 @@ def model_flops_utilisation(
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library keep what is freed for the next step; False where it has no such setting.
+    """Make the C library keep freed memory for the next step; False if it has no such setting.
 
-    glibc gives large blocks back at once, and a training step frees all its activations: each step
-    would fault its memory in again, page by page (5 to 15% of a step on a CPU). The largest blocks,
-    logits, still go back: what is kept could not be joined for them, and the peak would be higher.
+    glibc returns large blocks to the system at once, and a training step frees all its activations:
+    every step would fault its memory in again, page by page (5 to 15% of a step on a CPU). The
+    largest blocks, logits, are still returned: kept ones would be split up and could not be reused
+    for logits, which would raise the peak.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -113,19 +119,15 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(mmap_threshold, 2**26) and mallopt(trim_threshold, 2**31 - 1))
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-# In which number format to compute: plain float32, or autocast to bfloat16 or float16.
+# Number formats: plain float32, or autocast to bfloat16 or float16
 #
-# Weights, gradients and optimizer state are float32 always; autocast runs the matrix products in
-# the narrow format. float16 has 5 exponent bits, so small gradients vanish: the loss is multiplied
-# by a factor before backward and the gradients divided by it afterwards (Micikevicius et al. 2018).
+# Weights, gradients and optimizer state are always float32; autocast runs matrix products in the
+# narrow format. float16 has 5 exponent bits, so small gradients would become 0: the loss is
+# multiplied by a factor before backward and the gradients are divided by it afterwards
+# (Micikevicius et al. 2018). bfloat16 has float32's 8 exponent bits and needs no factor.
 
-# A training step in bfloat16 ran at 0.7 to 0.9 of float32's speed at width 128 and at 1.9 of it at
-# width 384 with AMX; with AVX-512 BF16 at 1.0, 1.4 and 1.6 of it at widths 128, 256 and 384.
+# Relative speed of a training step in bfloat16, float32 = 1: 0.7 to 0.9 at width 128 and 1.9 at
+# width 384 with AMX; 1.0, 1.4 and 1.6 at widths 128, 256 and 384 with AVX-512 BF16.
 NARROW = 256
 
 
@@ -142,21 +144,21 @@ class Precision:
         return torch.autocast(self.device_type, dtype=self.dtype)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """Active for float16 alone; otherwise it passes everything through."""
+        """Return a scaler that is active for float16 only and otherwise passes everything on."""
         return torch.amp.GradScaler(self.device_type, enabled=self.dtype == torch.float16)
 
 
 def pick_dtype(asked: str, device: torch.device, width: int) -> tuple[str, str]:
-    """The dtype to use and why, ("bfloat16", "this GPU computes it natively").
+    """Choose the dtype and say why: ("bfloat16", "this GPU computes it natively").
 
-    width: d_model. Converting costs a pass over the data, which only wide products repay on a CPU.
+    width: d_model. Casting is a pass over the data, which only wide products repay on a CPU.
 
-    Raises ConfigError for float16 on a CPU or an Apple GPU: slower there, and less exact.
+    Raises ConfigError for float16 on anything but CUDA: it is slower there, and less exact.
     """
     if asked == "float16" and device.type != "cuda":
         raise ConfigError(
-            f"run.dtype=float16 on {device.type}: it is made for CUDA GPUs; "
-            "use --dtype=float32, or bfloat16"
+            f"run.dtype=float16 on {device.type}: only CUDA GPUs gain from it; "
+            "use --dtype=float32 or bfloat16"
         )
     if asked != "auto":
         return asked, "as set"
@@ -166,26 +168,31 @@ def pick_dtype(asked: str, device: torch.device, width: int) -> tuple[str, str]:
         return "float16", "this GPU has no bfloat16 units"
     if device.type == "cpu" and cpu_has_bfloat16_units():
         if width < NARROW:
-            return "float32", f"the model is too narrow for bfloat16 to pay: {width} < {NARROW}"
-        return "bfloat16", "this CPU multiplies it natively (AMX or AVX-512 BF16)"
+            return "float32", f"bfloat16 does not pay for a model narrower than {NARROW}"
+        return "bfloat16", "this CPU computes it natively (AMX or AVX-512 BF16)"
     return "float32", "no faster format on this hardware"
 
 
 def pick_attention(asked: str, device: torch.device) -> str:
-    """The backend to use. On Apple GPUs the fused kernel has been silently wrong (non-contiguous
-    and half-precision inputs), so there auto is the reference."""
+    """Choose the attention backend.
+
+    On Apple GPUs the fused kernel has been silently wrong (non-contiguous and half-precision
+    inputs), so auto means the reference there.
+    """
     if asked != "auto":
         return asked
     return "reference" if device.type == "mps" else "sdpa"
 
 
 def gpu_has_bfloat16_units(device: torch.device) -> bool:
-    """torch says bfloat16 "works" on older GPUs too, where it is emulated and crawls."""
+    """Return whether bfloat16 is native; torch also "supports" older GPUs, by slow emulation."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def cpu_has_bfloat16_units() -> bool:
-    """AMX or AVX-512 BF16: without, bfloat16 products on a CPU run at about half of float32's speed
-    (with AVX-512 BF16 at 2.2 times it)."""
+    """Return whether the CPU has AMX or AVX-512 BF16.
+
+    Without them bfloat16 products run at half of float32's speed, with AVX-512 BF16 at 2.2 times.
+    """
     probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return any(getattr(torch.cpu, name, lambda: False)() for name in probes)

@@ -1,7 +1,7 @@
-"""AdamW, or Muon for the hidden matrices and AdamW for the rest, behind one facade.
+"""Learning-rate schedule and optimizers: AdamW, or Muon for hidden matrices and AdamW for the rest.
 
-Both are plain classes, not torch.optim.Optimizer: to build one of those imports the compiler, which
-takes as long as importing torch. The arithmetic of AdamW is torch's own function all the same.
+AdamW and Muon here are plain classes, not torch.optim.Optimizer: constructing one of those imports
+the compiler, which takes as long as importing torch. The arithmetic of AdamW is torch's own.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from model.gpt import GPT
 from training.config import OptimConfig, ScheduleConfig
 from training.device import gpu_has_bfloat16_units
 
-# The learning rate as a pure function of progress, so that nothing about it has to be saved.
+Group = dict[str, Any]  # "params": list[Tensor], "lr", and the optimizer's own options
 
 
 def lr_factor(step: int, max_steps: int, config: ScheduleConfig) -> float:
-    """What every learning rate is multiplied by in the update number `step` + 1, in (0, 1].
+    """Return the factor of every learning rate in update `step` + 1, in (0, 1].
 
-    step counts from 0 to max_steps - 1. Warm-up rises linearly over warmup_steps and is above 0 at
-    once. The rest of the run
+    step: from 0 to max_steps - 1. Warmup rises linearly over warmup_steps, from above 0. After it
       constant  stays at 1;
       cosine    falls to min_lr_ratio along half a cosine (Loshchilov & Hutter 2016);
       wsd       stays at 1 and falls linearly over the last decay_fraction of the run
                 (Zhai et al. 2022; Hu et al. 2024, "MiniCPM").
-    The falling part ends one step after the last: the last update still moves a little. Where
-    warm-up reaches into it, the lower of the two holds.
+    The decay ends one step after the last, so the last update still moves a little. Where warmup
+    and decay overlap, the lower of the two counts. A pure function: nothing has to be saved.
     """
+    # Warmup: Adam's averages start at 0, so its first updates are all of full size, whatever their
+    # gradients. At the peak rate they could wreck the weights before the averages mean anything.
     warmup = min(config.warmup_steps, max_steps)
     rising = min(1.0, (step + 1) / (warmup + 1))
     left = max_steps - step
@@ -47,13 +48,14 @@ def lr_factor(step: int, max_steps: int, config: ScheduleConfig) -> float:
     return min(rising, config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
-Group = dict[str, Any]  # "params": list[Tensor], "lr", and the optimizer's own options
-
-
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2017), bit for bit torch.optim's.
 
-    fused: one kernel over all tensors of a group, instead of some for each.
+    exp_avg is a running mean of the gradient (beta1), exp_avg_sq of its square (beta2). The update
+    is exp_avg / (sqrt(exp_avg_sq) + eps): about the same size for every weight, however large its
+    gradients are. eps matters only for weights that hardly have any.
+
+    fused: one kernel over all tensors of a group, instead of several per tensor.
     """
 
     def __init__(self, groups: list[Group], *, fused: bool) -> None:
@@ -92,10 +94,11 @@ class AdamW:
 
 
 class Muon:
-    """Momentum, orthogonalised (Jordan et al. 2024): every direction of a matrix moves alike.
+    """Momentum, orthogonalized (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    The update is the nearest orthogonal matrix to Nesterov momentum, found by five Newton-Schulz
-    iterations, times lr sqrt(max(1, rows / columns)). Matrices of one shape are done in one batch.
+    The gradient of a matrix has few large singular values and many small ones. Its nearest
+    orthogonal matrix has them all at 1, so that rare directions are learned as fast as dominant
+    ones. The update is that matrix, of Nesterov momentum, found by Newton-Schulz iteration.
 
     dtype: what the iterations compute in; they tolerate bfloat16.
     """
@@ -115,30 +118,35 @@ class Muon:
             for p in group["params"]:
                 if p.grad is not None:
                     by_shape[p.shape].append(p)
-            for matrices in by_shape.values():
-                self._step_alike(matrices, group)
+            for matrices in by_shape.values():  # one batched product instead of many small ones
+                self._step_matrices(matrices, group)
 
-    def _step_alike(self, params: list[Tensor], group: Group) -> None:
+    def _step_matrices(self, params: list[Tensor], group: Group) -> None:
         grads = [p.grad for p in params]
         averages = [self.state[p]["momentum"] for p in params]
         torch._foreach_lerp_(averages, grads, 1 - group["momentum"])
         ahead = torch._foreach_lerp(grads, averages, group["momentum"])  # Nesterov
-        updates = orthogonalise(torch.stack(ahead).to(self.dtype)).to(params[0].dtype)
+        updates = orthogonalize(torch.stack(ahead).to(self.dtype)).to(params[0].dtype)
         rows, columns = params[0].shape
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        # An orthogonal matrix with more rows than columns makes its output sqrt(columns / rows) as
+        # large per element as its input. The factor undoes that, so one rate suits every shape.
         scale = group["lr"] * max(1.0, rows / columns) ** 0.5
         torch._foreach_add_(params, list(updates.unbind()), alpha=-scale)
 
 
-def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     """Bring all singular values of each matrix near 1: (N, rows, columns), same shape out.
 
-    Newton-Schulz iteration with the quintic of Jordan et al. 2024, whose slope at 0 is steep:
-    singular values end between about 0.7 and 1.2.
+    Newton-Schulz iteration: an odd polynomial of a matrix keeps its singular vectors and applies
+    the polynomial to its singular values. Matrix products are all it needs, which hardware does
+    well, unlike an SVD. Five steps raise a small singular value about 3.4^5 = 480 times: all above
+    1/600 of the norm end between 0.7 and 1.2. A sixth would help only what is hardly there.
     """
     wide = matrices.shape[1] <= matrices.shape[2]
-    x = matrices if wide else matrices.mT
+    x = matrices if wide else matrices.mT  # X X^T is the smaller of the two Gram matrices
     small, large = x.shape[1:]
+    # The Frobenius norm is at least the largest singular value; one above 1.2 or so would diverge.
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     if 2 * small <= large and x.dtype == torch.float32:
         x = _newton_schulz_by_gram(x, steps)
@@ -149,7 +157,12 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 def _quintic(gram: Tensor) -> Tensor:
-    """P = a I + b G + c G^2 of G = X X^T; P X is one iteration. (N, small, small)."""
+    """Return P = a I + b G + c G^2 for G = X X^T; P X is one iteration. (N, small, small).
+
+    The coefficients are those of Jordan et al. 2024: the steepest slope at 0 (a), so that small
+    singular values grow fast, for which the iteration still stays between 0.7 and 1.2. It does
+    not converge to 1 exactly; training does not mind.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
     p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
     p.diagonal(dim1=1, dim2=2).add_(a)
@@ -157,10 +170,11 @@ def _quintic(gram: Tensor) -> Tensor:
 
 
 def _newton_schulz_by_gram(x: Tensor, steps: int) -> Tensor:
-    """The same iterations of a wide X, (N, small, large), at 0.6 of the time.
+    """Do the same iterations of a wide X, (N, small, large), in 0.6 of the time.
 
-    What multiplies X can be found from G alone: after one iteration it is P G P. X itself comes in
-    once at the end. (G holds the squares of singular values: in bfloat16 the small ones were lost.)
+    The factors of X depend on G alone, which is P G P after one iteration, so X itself is
+    multiplied once, at the end. Not in bfloat16: G holds the squares of the singular values, and
+    the small ones would be lost.
     """
     gram = x @ x.mT
     p = product = _quintic(gram)
@@ -172,13 +186,13 @@ def _newton_schulz_by_gram(x: Tensor, steps: int) -> Tensor:
 
 
 class Optimizers:
-    """One optimizer to GradScaler and the loop: joined groups, one step, tensors by name.
+    """All optimizers of a run behind one interface: joined groups, one step, tensors by name.
 
-    One facade matters with float16: given two optimizers, GradScaler would step one while it skips
-    the other's non-finite gradients.
+    float16 needs it: given two optimizers, GradScaler would step one and skip the other if only the
+    other's gradients overflowed.
 
-    dtype: the run's. Muon's products are in bfloat16 where the run's are, and on GPUs that have
-    units for it.
+    dtype: the run's. Muon's products are in bfloat16 if the run's are, and on GPUs with bfloat16
+    units.
     """
 
     def __init__(
@@ -189,39 +203,36 @@ class Optimizers:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._named = dict(model.named_parameters())  # a tied weight appears once
-        self.names = group_names(self._named, config.optimizer == "muon")
+        names = group_names(self._named, config.optimizer == "muon")
+        members = {group: [self._named[name] for name in names[group]] for group in names}
         options = {"lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
-        decays = {"decay": config.weight_decay, "no_decay": 0.0}
         groups = [
-            {"params": self._of(name), "weight_decay": decay, **options}
-            for name, decay in decays.items()
+            {"params": members["decay"], "weight_decay": config.weight_decay, **options},
+            {"params": members["no_decay"], "weight_decay": 0.0, **options},
         ]
         fused = device.type in ("cpu", "cuda")
         self.parts: list[AdamW | Muon] = [AdamW(groups, fused=fused)]
-        if self.names["muon"]:
+        if members["muon"]:
             options = {"lr": config.muon_lr, "momentum": config.momentum}
             options["weight_decay"] = config.weight_decay
             gpu = device.type == "cuda" and gpu_has_bfloat16_units(device)
             products = torch.bfloat16 if gpu or dtype == torch.bfloat16 else torch.float32
-            self.parts.append(Muon([{"params": self._of("muon"), **options}], products))
+            self.parts.append(Muon([{"params": members["muon"], **options}], products))
         for group in self.param_groups:
             group["peak_lr"] = group["lr"]
-
-    def _of(self, group: str) -> list[Tensor]:
-        return [self._named[name] for name in self.names[group]]
 
     @property
     def param_groups(self) -> list[Group]:
         return [group for part in self.parts for group in part.param_groups]
 
     def set_lr(self, factor: float) -> None:
-        """Every learning rate becomes its own peak times `factor`."""
+        """Set every learning rate to its own peak times `factor`."""
         for group in self.param_groups:
             group["lr"] = group["peak_lr"] * factor
 
     @property
     def lr(self) -> float:
-        """The AdamW groups' learning rate, the one that is logged."""
+        """The learning rate of AdamW, which is the one that is logged."""
         return self.param_groups[0]["lr"]
 
     def step(self) -> None:
@@ -233,16 +244,16 @@ class Optimizers:
             p.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Every tensor of state, named `parameter::slot`. The state itself, no copies."""
-        of_parameter = {p: slots for part in self.parts for p, slots in part.state.items()}
+        """Return every tensor of state, named `parameter::slot`, without copying."""
+        slots = {p: state for part in self.parts for p, state in part.state.items()}
         return {
             f"{name}::{slot}": value
             for name, p in self._named.items()
-            for slot, value in of_parameter[p].items()
+            for slot, value in slots[p].items()
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave. Raises ConfigError naming all that does not fit."""
+        """Restore what `state_tensors` returned. Raises ConfigError listing every mismatch."""
         own = self.state_tensors()
         problems = [f"optimizer state {name} is missing" for name in own.keys() - tensors.keys()]
         problems += [f"optimizer state {name} is extra" for name in tensors.keys() - own.keys()]
@@ -257,10 +268,12 @@ class Optimizers:
 
 
 def group_names(parameters: dict[str, Tensor], muon: bool) -> dict[str, list[str]]:
-    """Which parameters are whose: {"muon": ..., "decay": ..., "no_decay": ...}, each name once.
+    """Sort parameter names into {"muon": ..., "decay": ..., "no_decay": ...}, each name once.
 
-    Muon has the matrices inside the blocks, where "every direction alike" makes sense: rows of an
-    embedding are looked up one by one. Norms and biases are not decayed.
+    Weight decay is for matrices: pulled towards 0, a product merely starts small. A norm's scale
+    belongs near 1 and a bias has no direction to keep in check, so vectors are left alone. Muon is
+    for the matrices inside the blocks. In an embedding each row is looked up by itself, so
+    "all directions alike" has no meaning there, and the head is its mirror image.
     """
     groups: dict[str, list[str]] = {"muon": [], "decay": [], "no_decay": []}
     for name, p in parameters.items():

@@ -21,7 +21,7 @@ from training.checkpoint import Checkpoints, TrainState, all_finite
 from training.config import Config, sections_of, to_json
 from training.console import Console
 from training.dataset import Data
-from training.device import model_flops_utilisation, peak_flops
+from training.device import model_flops_utilization, peak_flops
 from training.evaluate import choose_windows, evaluate, windows_at_once
 from training.logger import RunLogger
 from training.observer import Observer
@@ -216,7 +216,7 @@ def log_step(run: Run) -> None:
     step, loss = run.state.step, run.last.loss
     rate = run.tokens / max(1e-9, run.seconds)
     flops = run.setup.model.flops_per_token(run.config.model.context_length)
-    mfu = model_flops_utilisation(rate, flops, run.peak, run.setup.ranks.world)
+    mfu = model_flops_utilization(rate, flops, run.peak, run.setup.ranks.world)
     entry = run.logger.log(
         step,
         loss=loss,
