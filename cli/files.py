@@ -1,4 +1,4 @@
-"""Files that are complete or absent; locks and syncs, with one warning where there are none."""
+"""Files that are complete or absent, locks, and a warning where the file system offers neither."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CHUNK = 1 << 20  # bytes written and hashed at a time
 Piece = bytes | memoryview
 Entry = dict[str, Any]  # {"size": bytes, "sha256": hex}
 
-# What Lustre, NFS and FUSE mounts say to a call that they do not know or allow. Not EIO or ENOSPC:
-# these are faults of the disk.
+# Errors of Lustre, NFS and FUSE mounts for a call that they do not support or allow. Not EIO or
+# ENOSPC: these are faults of the disk.
 NOT_OFFERED = ("ENOSYS", "ENOTSUP", "EOPNOTSUPP", "EINVAL", "ENOTTY", "EBADF", "EACCES", "EPERM")
 
 
 def write_file(path: Path, pieces: Iterable[Piece]) -> Entry:
-    """Write the pieces one after the other, surely on disk; returns the manifest's entry.
+    """Write the pieces one after another and flush them to the disk; return size and SHA-256.
 
     Raises OSError that names `path` when the disk is full or not writable.
     """
@@ -36,14 +36,13 @@ def write_file(path: Path, pieces: Iterable[Piece]) -> Entry:
                 file.write(part)
                 digest.update(part)
             size += len(piece)
-        file.flush()
-        sync(file.fileno())
+        sync(file)
     return {"size": size, "sha256": digest.hexdigest()}
 
 
 @contextlib.contextmanager
 def named_in_errors(path: Path) -> Iterator[None]:
-    """Let an OSError of a write, which does not know its file, say which it was."""
+    """Add the file's name to an OSError of a write, which does not know it."""
     try:
         yield
     except OSError as error:
@@ -52,29 +51,36 @@ def named_in_errors(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a file by a rename, so that a reader or a kill never meets half of it.
+    """Replace a file by a rename, so that a reader, or a kill, never leaves half of it.
 
     Raises OSError that names `path` when the disk is full or not writable.
     """
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        data = content.encode() if isinstance(content, str) else content
-        write_file(temporary, [data])
+        write_file(temporary, [content.encode() if isinstance(content, str) else content])
         os.replace(temporary, path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        with contextlib.suppress(OSError):  # renamed, or never made on a read-only disk
+        with contextlib.suppress(OSError):  # renamed, or never created on a read-only disk
             temporary.unlink()
 
 
 def json_bytes(value: Any) -> bytes:
-    """The JSON of a small file that people may look at."""
+    """Return the JSON of a small file that people may read."""
     return json.dumps(value, indent=1).encode()
 
 
+def seal(content: dict[str, Any]) -> str:
+    """Return the SHA-256 of a JSON object, which is stored in it as "seal".
+
+    It reveals accidental changes, not intended ones: anybody can compute it again.
+    """
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def free_name(path: Path) -> Path:
-    """`path`, or the first of path-1, path-2 ... that does not exist."""
+    """Return `path`, or the first of path-1, path-2 ... that does not exist."""
     candidate, number = path, 0
     while os.path.lexists(candidate):
         number += 1
@@ -83,10 +89,11 @@ def free_name(path: Path) -> Path:
 
 
 def try_lock(stream: IO, shared: bool = False) -> str:
-    """Lock an open file until it is closed (flock, so a process that is killed lets go, too).
+    """Lock an open file until it is closed, or its process ends in any way (flock).
 
-    Returns "locked", "held" if another process has it, or "no locks" if there are none on this
-    platform or file system.
+    Returns "locked", "held" if another process has it, or "no locks" if this platform or file
+    system has none. (The package filelock has no shared locks of this kind, and raises an error
+    where there are no locks.)
     """
     try:
         import fcntl
@@ -94,57 +101,53 @@ def try_lock(stream: IO, shared: bool = False) -> str:
         return "no locks"
     try:
         fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "held"
     except OSError as error:
-        if error.errno == errno.EACCES:  # what some systems say in the place of EWOULDBLOCK
+        # Some systems say EACCES instead of EWOULDBLOCK.
+        if isinstance(error, BlockingIOError) or error.errno == errno.EACCES:
             return "held"
-        if not _is_offered(error, "ENOLCK"):
+        if _is_one_of(error, (*NOT_OFFERED, "ENOLCK")):
             return "no locks"
         raise
     return "locked"
 
 
-def sync(handle: int) -> None:
-    """os.fsync, where the file system offers it: what was written is on the disk afterwards."""
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if _is_offered(error):
-            raise
-        _warn_of_no_sync(error)
+def sync(stream: IO) -> None:
+    """Flush a file to the disk with os.fsync, so that it survives a power cut."""
+    stream.flush()
+    with _sync_is_optional():
+        os.fsync(stream.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder sure on disk, as `sync` does for the content of a file."""
+    """Flush the names in a folder to the disk: a new or renamed file is lost without that."""
     if os.name == "nt":  # folders cannot be opened there
         return
-    try:
+    with _sync_is_optional():
         handle = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        if _is_offered(error):
-            raise
-        _warn_of_no_sync(error)
-        return
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def _sync_is_optional() -> Iterator[None]:
     try:
-        sync(handle)
-    finally:
-        os.close(handle)
+        yield
+    except OSError as error:
+        if not _is_one_of(error, NOT_OFFERED):
+            raise
+        warn_once(
+            f"this file system cannot flush files to the disk ({error.strerror}): after a power "
+            "cut, the files written last may be missing"
+        )
 
 
-def _warn_of_no_sync(error: OSError) -> None:
-    warn_once(
-        f"this file system cannot sync what it holds ({error.strerror}): after a power cut the "
-        "files written last may be missing"
-    )
-
-
-def _is_offered(error: OSError, *more: str) -> bool:
-    """Whether a call failed for another reason than that the file system does not offer it."""
-    return errno.errorcode.get(error.errno or 0) not in (*NOT_OFFERED, *more)
+def _is_one_of(error: OSError, names: tuple[str, ...]) -> bool:
+    return errno.errorcode.get(error.errno or 0) in names
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Say it on stderr the first time that this process says it."""
+    """Print a warning to stderr, once per process."""
     print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -206,8 +206,7 @@ class Journal:
         entry = [source, tasks, complete, [asdict(shard) for shard in shards]]
         with self.path.open("ab") as stream:
             stream.write(json.dumps(entry).encode() + b"\n")
-            stream.flush()
-            sync(stream.fileno())
+            sync(stream)
         self._take(source, tasks, complete, shards)
 
     def _take(self, source: int, tasks: int, complete: bool, shards: list[Shard]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from cli.command import Say
-from cli.files import json_bytes, replace_file, sync, write_file
+from cli.files import json_bytes, replace_file, seal, sync, write_file
 from cli.options import ConfigError
 
 SPLITS = ("train", "val")
@@ -129,7 +129,7 @@ def read_meta(folder: Path) -> Meta:
         raise ConfigError(f"{folder} holds no prepared data ({META_FILE} is missing)")
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
-        if about.pop("seal") != _seal(about):
+        if about.pop("seal") != seal(about):
             raise ValueError("its content does not match its own hash")
         shards = [Shard(**shard) for shard in about.pop("shards")]
         return Meta(shards=shards, **about)
@@ -140,12 +140,7 @@ def read_meta(folder: Path) -> Meta:
 def write_meta(folder: Path, meta: Meta) -> None:
     """Write meta.json, which makes a folder of shards complete."""
     about = asdict(meta)
-    replace_file(Path(folder) / META_FILE, json_bytes({**about, "seal": _seal(about)}))
-
-
-def _seal(about: dict) -> str:
-    """Hash the content of meta.json; the hash is stored in it, so any later change is noticed."""
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    replace_file(Path(folder) / META_FILE, json_bytes({**about, "seal": seal(about)}))
 
 
 def read_tokenizer(folder: Path) -> dict[str, bytes]:
@@ -211,8 +206,7 @@ class ShardWriter:
         """Finish the shard and sync it to disk; None, and no file, if nothing was added."""
         self._write(self._pending)
         with self._file:
-            self._file.flush()
-            sync(self._file.fileno())
+            sync(self._file)
         if self.tokens == 0:
             self.path.unlink()
             return None

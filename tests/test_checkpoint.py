@@ -17,7 +17,7 @@ import torch
 
 import training.checkpoint
 from cli.command import exit_code_of
-from cli.files import warn_once, write_file
+from cli.files import seal, warn_once, write_file
 from cli.options import ConfigError
 from training.checkpoint import (
     MANIFEST,
@@ -482,7 +482,7 @@ def reseal(folder: Path, change) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest.pop("seal")
     manifest = change(manifest) or manifest
-    sealed = {**manifest, "seal": training.checkpoint._hash_of(manifest)}
+    sealed = {**manifest, "seal": seal(manifest)}
     (folder / MANIFEST).write_text(json.dumps(sealed))
 
 

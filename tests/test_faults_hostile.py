@@ -12,9 +12,8 @@ from faultlib import train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import training.checkpoint
 from cli.command import exit_code_of
-from cli.files import write_file
+from cli.files import seal, write_file
 from cli.options import ConfigError
 from data.config import DataConfig
 from data.meta import read_meta
@@ -113,9 +112,9 @@ def test_any_manifest_and_header_is_understood_or_refused(n, trained_once, tmp_p
         except (DamagedCheckpoint, ConfigError):
             pass
 
-    def seal(manifest: dict) -> None:
+    def resealed(manifest: dict) -> None:
         manifest.pop("seal", None)
-        sealed = {**manifest, "seal": training.checkpoint._hash_of(manifest)}
+        sealed = {**manifest, "seal": seal(manifest)}
         (folder / MANIFEST).write_text(json.dumps(sealed))
 
     @settings(max_examples=n // 2, **QUIET)
@@ -128,7 +127,7 @@ def test_any_manifest_and_header_is_understood_or_refused(n, trained_once, tmp_p
             manifest["files"][str(value)] = manifest["files"][name]
         else:
             manifest[where] = value
-        seal(manifest)
+        resealed(manifest)
         attempt()
 
     @settings(max_examples=n // 2, **QUIET)
@@ -143,7 +142,7 @@ def test_any_manifest_and_header_is_understood_or_refused(n, trained_once, tmp_p
         entry = write_file(folder / "model.safetensors", [size + text + tensors[8 + length :]])
         manifest = json.loads(json.dumps(good))
         manifest["files"]["model.safetensors"] = entry
-        seal(manifest)
+        resealed(manifest)
         attempt()
 
     manifests()
@@ -210,7 +209,7 @@ def refit(step: Path, name: str) -> None:
     manifest.pop("seal")
     content = (step / name).read_bytes()
     manifest["files"][name] = write_file(step / name, [content])
-    sealed = {**manifest, "seal": training.checkpoint._hash_of(manifest)}
+    sealed = {**manifest, "seal": seal(manifest)}
     (step / MANIFEST).write_text(json.dumps(sealed))
 
 

@@ -343,7 +343,7 @@ def test_without_fsync_everything_works_with_one_warning(make, monkeypatch, caps
     warn_once.cache_clear()
     monkeypatch.setattr(os, "fsync", fsync)
     assert is_complete(make("a.txt", TEXT)) and is_complete(make("b.txt", TEXT * 2))
-    assert capsys.readouterr().err.count("warning: this file system cannot sync") == 1
+    assert capsys.readouterr().err.count("warning: this file system cannot flush") == 1
 
 
 def test_a_folder_is_found_by_its_fingerprint(make, root, tmp_path):

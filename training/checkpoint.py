@@ -37,6 +37,7 @@ from cli.files import (
     free_name,
     json_bytes,
     replace_file,
+    seal,
     sync_folder,
     write_file,
 )
@@ -151,12 +152,8 @@ def tensor_pieces(tensors: dict[str, Tensor]) -> Iterator[Piece]:
 def write_manifest(folder: Path, step: int, about: dict[str, Any], files: dict[str, Entry]) -> None:
     """Write the last file of a checkpoint. Its `seal` is the hash of the rest of it."""
     manifest = {"format": FORMAT, "step": step, "about": about, "files": files}
-    sealed = {**manifest, "seal": _hash_of(manifest)}
+    sealed = {**manifest, "seal": seal(manifest)}
     write_file(folder / MANIFEST, [json_bytes(sealed)])
-
-
-def _hash_of(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 # Reading: every byte is verified before it is believed
@@ -191,7 +188,7 @@ def _problem_of(manifest: Any) -> str:
     if not isinstance(manifest, dict):
         return "not an object"
     try:
-        if manifest.pop("seal", None) != _hash_of(manifest):
+        if manifest.pop("seal", None) != seal(manifest):
             return "its own hash does not match"
     except RecursionError:
         return "nested too deeply"
