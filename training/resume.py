@@ -139,7 +139,7 @@ def kept(saved: Config, asked: Config) -> str:
     return _as_typed((diff.name, diff.old) for diff in compare(saved, asked) if diff.is_kept)
 
 
-def is_other_recipe(saved: Config, asked: Config) -> bool:
+def has_other_settings(saved: Config, asked: Config) -> bool:
     """Whether a new run with this command would differ from the run that `saved` belongs to."""
     return any(diff.is_change or diff.is_kept for diff in compare(saved, asked))
 
@@ -261,7 +261,7 @@ def _begin_or_resume(
         return _begin(config, console), None
     asked = config if newest is None else with_inherited_tokenizer(config, saved, newest)
     stepped = has_stepped(folder) if newest is None else newest.state.step > 0
-    if not stepped and is_other_recipe(saved, asked):
+    if not stepped and has_other_settings(saved, asked):
         console.print(f"{folder}: no step was taken in it; starting over with the new settings")
         aside = newest is not None  # a checkpoint of the initial weights
         return _begin(with_values(config, {"run.overwrite": aside}), console), None
