@@ -56,15 +56,14 @@ START = "<s>"
 EOT_ID, START_ID = 288, 289  # the text holds too little to merge for 300
 
 
-def own_bpe() -> str:
-    """The tokenizer.json of a BPE trained on TEXT."""
-    return train_bpe("bpe:300", 300, [TEXT]).files[JSON_FILE]
+def byte_level() -> Library:
+    return Library.from_str(train_bpe("bpe:300", 300, [TEXT]).files[JSON_FILE])
 
 
 def tokenizer_folder(folder: Path, processor=None, **config) -> Path:
     """A byte-level tokenizer.json with <s>, and its tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    library = Library.from_str(train_bpe("bpe:300", 300, [TEXT]).files[JSON_FILE])
+    library = byte_level()
     library.add_special_tokens([START])
     if processor is not None:
         library.post_processor = processor(library.token_to_id)
@@ -111,7 +110,7 @@ def model_folder(folder: Path, ends: list[int] | int | None, **tokenizer) -> Pat
 
 
 def their_ids(folder: Path, prompt: str, **options) -> list[int]:
-    """What transformers continues a prompt with, the prompt's ids included."""
+    """The prompt's ids and the continuation that transformers generates."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -192,14 +191,14 @@ def test_a_saved_tokenizer_keeps_its_starts_and_ends(tmp_path):
 
 
 @pytest.mark.parametrize("value", [[1, "2"], "</s>", -1, [True], {"a": 1}])
-def test_an_end_that_is_no_id_is_refused_by_name(value, tmp_path):
+def test_an_end_that_is_not_an_id_is_refused(value, tmp_path):
     folder = tokenizer_folder(tmp_path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id="):
         load_tokenizer(folder)
 
 
-# Document starts, for every way to say so
+# Document starts, for every kind of post-processor
 
 LEVEL = processors.ByteLevel()
 OPENINGS = {
@@ -248,19 +247,13 @@ def test_a_document_starts_with_what_transformers_puts_before_a_text(kind, tmp_p
 DOCUMENTS = [f"def f{i}(x):\n    return {i}\n" for i in range(60)]
 
 
-def prepared(tmp_path: Path, folder: Path, **options) -> tuple[Path, Tokenizer]:
+def prepared(tmp_path: Path, folder: Path, texts: list[str], say=lambda _: None) -> Path:
+    """The prepared folder of texts and the tokenizer of a Hugging Face folder."""
     source = tmp_path / "text.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
-    config = DataConfig(
-        source=str(source),
-        tokenizer=f"hf:{folder}",
-        prepared_dir=str(tmp_path / "prepared"),
-        val_fraction=0.3,
-        workers=0,
-        **options,
-    )
-    made = prepare.prepare(config, say=lambda _: None, progress=False)
-    return made, load_tokenizer(made / "tokenizer")
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = {"prepared_dir": str(tmp_path / "prepared"), "val_fraction": 0.3, "workers": 0}
+    config = DataConfig(source=str(source), tokenizer=f"hf:{folder}", **options)
+    return prepare.prepare(config, say=say, progress=False)
 
 
 def ids_and_starts(folder: Path, split: str) -> tuple[list[int], list[int]]:
@@ -272,11 +265,11 @@ def ids_and_starts(folder: Path, split: str) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_every_prepared_document_begins_with_the_start(split, tmp_path):
-    plain, _ = prepared(tmp_path, tokenizer_folder(tmp_path / "plain"))
-    started, tokenizer = prepared(
-        tmp_path, tokenizer_folder(tmp_path / "started", template(f"{START} $A"))
-    )
+    plain = prepared(tmp_path, tokenizer_folder(tmp_path / "plain"), DOCUMENTS)
+    folder = tokenizer_folder(tmp_path / "started", template(f"{START} $A"))
+    started = prepared(tmp_path, folder, DOCUMENTS)
     assert started.name != plain.name
+    tokenizer = load_tokenizer(started / "tokenizer")
     ids, starts = ids_and_starts(started, split)
     assert len(starts) > 10
     # A start is the first target of a document: the token before it is the one that predicts it.
@@ -294,11 +287,10 @@ def test_every_prepared_document_begins_with_the_start(split, tmp_path):
 
 def test_a_start_that_is_the_end_of_text_is_not_doubled(tmp_path):
     folder = tokenizer_folder(tmp_path / "opt", template(f"{END_OF_TEXT} $A"))
-    made, tokenizer = prepared(tmp_path, folder)
-    ids, starts = ids_and_starts(made, "train")
-    assert tokenizer.bos == (tokenizer.eot,)
-    assert all(ids[at - 1] == tokenizer.eot != ids[at] for at in starts[1:])
-    plain, _ = prepared(tmp_path, tokenizer_folder(tmp_path / "plain"))
+    assert load_tokenizer(folder).bos == (EOT_ID,)
+    ids, starts = ids_and_starts(prepared(tmp_path, folder, DOCUMENTS), "train")
+    assert all(ids[at - 1] == EOT_ID != ids[at] for at in starts[1:])
+    plain = prepared(tmp_path, tokenizer_folder(tmp_path / "plain"), DOCUMENTS)
     assert ids == ids_and_starts(plain, "train")[0]
 
 
@@ -316,7 +308,7 @@ def test_evaluation_begins_each_document_with_the_start(tmp_path):
 
 
 @torch.no_grad()
-def test_a_start_between_documents_is_given_and_not_scored(tmp_path):
+def test_a_start_between_documents_is_context_and_not_scored(tmp_path):
     folder = model_folder(tmp_path / "model", None, processor=template(f"{START} $A"))
     model, tokenizer = find_weights(folder).load(torch.device("cpu"))
     ids = [START_ID, *tokenizer.encode("def"), EOT_ID, START_ID, *tokenizer.encode("class")]
@@ -350,7 +342,7 @@ def test_attention_is_shown_with_the_start(tmp_path, command):
     assert token_text(tokenizer, START_ID) == START
 
 
-# The text of a special token is text, for every kind of tokenizer
+# The text of a special token is plain text, for every kind of tokenizer
 
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -395,10 +387,6 @@ def merging() -> Library:
     return Library(models.BPE(vocabulary, [("<", "/"), ("s", ">"), ("</", "s>")]))
 
 
-def byte_level() -> Library:
-    return Library.from_str(train_bpe("bpe:300", 300, [TEXT]).files[JSON_FILE])
-
-
 KINDS = {
     kind.__name__: kind
     for kind in (unigram, word_level, word_piece, whole_words, merging, byte_level)
@@ -406,7 +394,7 @@ KINDS = {
 
 
 def kind_folder(folder: Path, kind: str, marked: bool = True) -> tuple[Path, Library]:
-    """A folder with a tokenizer of one kind; its special tokens marked as such, or not at all."""
+    """A folder with a tokenizer of one kind; its special tokens are marked as such, or not."""
     library = KINDS[kind]()
     if marked:
         library.add_special_tokens(SPECIAL)
@@ -417,7 +405,7 @@ def kind_folder(folder: Path, kind: str, marked: bool = True) -> tuple[Path, Lib
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_text_of_special_tokens_is_text_to_every_kind(kind, tmp_path):
+def test_the_text_of_special_tokens_is_plain_text_to_every_kind(kind, tmp_path):
     folder, library = kind_folder(tmp_path / kind, kind)
     tokenizer = ready_tokenizer(f"hf:{folder}")
     tokenizer.save(tmp_path / "saved")
@@ -439,7 +427,7 @@ def test_the_text_of_special_tokens_is_text_to_every_kind(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["word_level", "whole_words", "unigram"])
-def test_an_end_of_text_that_is_not_marked_special_is_one_all_the_same(kind, tmp_path):
+def test_an_end_of_text_needs_no_mark_to_be_special(kind, tmp_path):
     tokenizer = load_tokenizer(kind_folder(tmp_path / kind, kind, marked=False)[0])
     assert tokenizer.eot == 2
     assert 2 not in tokenizer.encode("a </s> b")
@@ -449,12 +437,7 @@ def test_an_end_of_text_that_is_not_marked_special_is_one_all_the_same(kind, tmp
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_ends_once_whatever_its_text_says(kind, tmp_path):
     folder, _ = kind_folder(tmp_path / kind, kind)
-    source = tmp_path / "text.jsonl"
-    rows = [json.dumps({"text": f"cat {'a' * i} </s> b"}) + "\n" for i in range(1, 40)]
-    source.write_text("".join(rows))
-    options = {"prepared_dir": str(tmp_path / "prepared"), "val_fraction": 0.3, "workers": 0}
-    config = DataConfig(source=str(source), tokenizer=f"hf:{folder}", **options)
-    made = prepare.prepare(config, say=lambda _: None, progress=False)
+    made = prepared(tmp_path, folder, [f"cat {'a' * i} </s> b" for i in range(1, 40)])
     ids = [token for split in ("train", "val") for token in ids_and_starts(made, split)[0]]
     assert ids.count(load_tokenizer(folder).eot) == 39
 
@@ -472,7 +455,7 @@ def test_special_tokens_in_a_prompt_are_an_option_of_sampling(tmp_path, command)
 # Ids that belong to no token
 
 
-def test_holes_are_never_drawn(tmp_path):
+def test_ids_without_a_token_are_never_sampled(tmp_path):
     library = word_level()
     sparse = {piece: 3 * i for piece, i in word_ids().items()}
     library.model = models.WordLevel(sparse, unk_token="<unk>")
@@ -519,7 +502,7 @@ def test_an_id_beyond_the_embedding_is_refused_with_both_numbers(tmp_path, comma
     assert command(sample.main, folder, "--prompt=x ", "--max_new_tokens=3")[0] == 0
 
 
-# Starting from a run of one's own
+# Starting from one's own run
 
 
 @pytest.fixture(scope="module", params=["char", "bpe:270", "byte"])
@@ -535,7 +518,7 @@ def new_text(tmp_path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("typed", [False, True])
-def test_a_run_brings_its_tokenizer_and_the_same_command_resumes(
+def test_a_run_started_from_another_takes_its_tokenizer_and_resumes(
     own_run, typed, tiny_argv, tmp_path, capsys, monkeypatch
 ):
     import train
@@ -593,7 +576,7 @@ def test_a_run_names_a_tokenizer_of_the_data(own_run, tmp_path):
         ready_tokenizer(f"run:{tmp_path}")
 
 
-# Names that are mistyped
+# Mistyped names
 
 
 @pytest.mark.parametrize(
@@ -622,7 +605,7 @@ def test_a_mistyped_run_is_never_looked_for_on_the_network(
         assert "smalt" not in err
 
 
-# What transformers makes of an export
+# Exports in transformers
 
 
 def exported_tokenizer(tokenizer: Tokenizer, folder: Path, vocab_size: int | None = None) -> Path:
@@ -681,7 +664,7 @@ def test_a_batch_of_an_export_gives_what_its_texts_give_alone(kind, tmp_path):
         assert theirs.pad_token_id not in found or kind != "char, padded"
 
 
-def test_without_a_token_to_spare_it_is_said(tmp_path):
+def test_an_export_without_an_id_for_padding_says_so(tmp_path):
     folder = exported_tokenizer(char_tokenizer("\n abc", False), tmp_path / "char")
     assert "no pad token" in folder.with_suffix(".said").read_text()
 
@@ -717,7 +700,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_file_is_refused_by_its_name_and_soon(what, tmp_path, command):
+def test_a_broken_file_is_refused_by_name_in_reasonable_time(what, tmp_path, command):
     name, content = BROKEN[what]
     folder = model_folder(tmp_path / "model", EOT_ID)
     if what == "three million layers":  # narrow ones, in a file that is large enough for them
@@ -768,7 +751,7 @@ def test_a_vocabulary_whose_ids_would_fill_the_memory_is_refused(tmp_path):
         ("a\tb\nü日🙂", "a\tb\nü日🙂"),
     ],
 )
-def test_a_terminal_obeys_no_generated_text(text, escaped):
+def test_generated_text_cannot_control_a_terminal(text, escaped):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -821,13 +804,10 @@ LOSSY = {
 
 
 @pytest.mark.parametrize("kind", LOSSY)
-def test_the_share_of_text_that_is_lost_is_measured_and_said(kind, tmp_path):
+def test_the_share_of_lost_text_is_measured_and_reported(kind, tmp_path):
     make, share, scale = LOSSY[kind]
-    (tmp_path / "text.txt").write_text(MIXED, encoding="utf-8")
-    options = {"prepared_dir": str(tmp_path / "prepared"), "val_fraction": 0.2, "workers": 0}
     said = []
-    config = DataConfig(str(tmp_path / "text.txt"), f"hf:{make(tmp_path)}", **options)
-    meta = read_meta(prepare.prepare(config, say=said.append, progress=False))
+    meta = read_meta(prepared(tmp_path, make(tmp_path), [MIXED], said.append))
     assert sum(meta.bytes.values()) == len(MIXED.encode()) == 200 * 25
     assert sum(shard.lost for shard in meta.shards) == round(share * 200 * 25)
     assert meta.byte_scale("val") == pytest.approx(scale)
@@ -839,11 +819,8 @@ def test_a_text_that_comes_back_is_not_called_lost(kind, tmp_path):
     folder, _ = kind_folder(tmp_path / kind, kind)
     tokenizer = load_tokenizer(folder)
     assert tokenizer.lossy == (kind != "byte_level")  # where it cannot be, it is not measured
-    (tmp_path / "text.txt").write_text("a cat and a mat." * 99)
-    options = {"prepared_dir": str(tmp_path / "prepared"), "workers": 0}
     said = []
-    config = DataConfig(str(tmp_path / "text.txt"), f"hf:{folder}", **options)
-    meta = read_meta(prepare.prepare(config, say=said.append, progress=False))
+    meta = read_meta(prepared(tmp_path, folder, ["a cat and a mat." * 99], said.append))
     assert meta.byte_scale("val") == 1 and "loses" not in said[-1]
 
 
@@ -858,7 +835,7 @@ def test_a_text_that_comes_back_is_not_called_lost(kind, tmp_path):
         ("a", " a", 0),
     ],
 )
-def test_lost_bytes_are_those_of_characters_that_are_missing(text, spelled, lost):
+def test_lost_bytes_count_missing_characters(text, spelled, lost):
     assert lost_bytes(text, spelled) == lost
 
 
