@@ -312,16 +312,16 @@ def test_a_run_in_the_working_directory_has_its_name(tmp_path, monkeypatch):
 
 def test_the_headline_numbers_of_a_run(data):
     loss = 5.5 * math.exp(-200 / 80) + 1
-    assert data["tiles"] == [
-        [f"{loss + 0.1:.4f}", "best validation loss (step 200)"],
-        [f"{loss / 2:.4f}", "best bits per byte"],
-        [f"{loss:.4f}", "training loss (last step)"],
-        ["1.02k", "tokens per second"],
-        ["42%", "MFU"],
-        ["1:40", "training time"],  # 200 steps of half a second
-        ["102k", "tokens seen"],
-        ["200", "of 200 steps"],
-    ]
+    assert data["headlines"] == {
+        "best validation loss": f"{loss + 0.1:.4f}",
+        "best bits per byte": f"{loss / 2:.4f}",
+        "best at step": "200",
+        "last training loss": f"{loss:.4f}",
+        "tokens per second": "1.02k",
+        "MFU": "42%",
+        "training time": "1:40",  # 200 steps of half a second
+        "tokens seen": "102k",
+    }
 
 
 def test_the_curves_of_a_run(data):
@@ -436,9 +436,10 @@ def test_two_runs_are_overlaid(tmp_path):
     assert data["title"] == "a + b"
     assert [run["name"] for run in data["runs"]] == ["a", "b"]
     assert ["run.seed", "1", "7"] in data["differences"]
-    assert [row[1] for row in data["comparison"]] == ["steps", "200 of 200", "100 of 200"]
+    assert [row[-1] for row in data["comparison"]] == ["steps", "200 of 200", "100 of 200"]
+    assert [row[0] for row in data["comparison"]] == ["run", "a", "b"]
     assert [sample["name"] for sample in data["samples"]] == ["a", "b"]
-    assert not data.keys() & {"tiles", "passage", "config", "commands"}
+    assert not data.keys() & {"headlines", "passage", "config", "commands"}
 
 
 # Runs that have little to show
@@ -448,7 +449,7 @@ def test_a_run_that_has_only_started(tmp_path):
     folder = write_run(tmp_path / "new", steps=0)
     data = data_of(write_report([read_history(folder)], folder / "report.html"))
     assert data["status"].startswith("step 0 of 200, 0%")
-    assert data["tiles"][0] == ["-", "best validation loss"]
+    assert data["headlines"]["best validation loss"] == "-"
 
 
 def test_losses_that_are_not_finite(tmp_path):
@@ -458,7 +459,7 @@ def test_losses_that_are_not_finite(tmp_path):
     lines = re.sub(r'"loss": [\d.]+', '"loss": null', lines, count=5)
     (folder / "metrics.jsonl").write_text(lines + '{"step": 3, "torn')
     data = data_of(write_report([read_history(folder)], folder / "report.html"))
-    assert data["tiles"][0] == ["-", "best validation loss"]
+    assert data["headlines"]["best validation loss"] == "-"
     losses = data["runs"][0]["training"]["loss"]
     assert losses[:5] == [None] * 5 and None not in losses[5:]  # a gap in the curve
 

@@ -93,7 +93,7 @@ def page_data(histories: Sequence[History]) -> dict[str, Any]:
     return {
         **data,
         "status": status(history),
-        "tiles": tiles(history),
+        "headlines": headlines(history),
         "passage": passage(history),
         "commands": commands(history),
         "config": config_options(history.config),
@@ -114,47 +114,32 @@ def status(history: History) -> str:
     return f"step {last:,} of {steps:,}, {state}; written {written}{later}"
 
 
-def tiles(history: History) -> list[tuple[str, str]]:
-    """Return (value, label) pairs."""
+def headlines(history: History) -> dict[str, str]:
     best, last = history.best or {}, history.training.last or {}
-    at_step = f" (step {best['step']:,})" if best else ""
-    return [
-        (decimals(best.get("val_loss")), f"best validation loss{at_step}"),
-        (decimals(best.get("bits_per_byte")), "best bits per byte"),
-        (decimals(last.get("loss")), "training loss (last step)"),
-        (speed(last), "tokens per second"),
-        (percent(last.get("mfu")), "MFU"),
-        (clock_text(last.get("seconds", 0.0)), "training time"),
-        (short(last.get("tokens", 0)), "tokens seen"),
-        (f"{history.last_step:,}", f"of {history.max_steps:,} steps"),
-    ]
+    speed = last.get("tokens_per_second")
+    return {
+        "best validation loss": decimals(best.get("val_loss")),
+        "best bits per byte": decimals(best.get("bits_per_byte")),
+        "best at step": f"{best['step']:,}" if best else "-",
+        "last training loss": decimals(last.get("loss")),
+        "tokens per second": short(speed) if speed else "-",
+        "MFU": percent(last.get("mfu")),
+        "training time": clock_text(last.get("seconds", 0.0)),
+        "tokens seen": short(last.get("tokens", 0)),
+    }
 
 
 def comparison(histories: Sequence[History]) -> list[list[str]]:
-    """Return a row of headline numbers per run, below their titles."""
-    rows = [["run", "steps", "best loss", "bits per byte", "training time", "tokens/s"]]
+    """Return a row of headline numbers per run, below the titles."""
+    rows = [["run", *headlines(histories[0]), "steps"]]
     for history in histories:
-        best, last = history.best or {}, history.training.last or {}
-        rows.append(
-            [
-                history.name,
-                f"{history.last_step:,} of {history.max_steps:,}",
-                decimals(best.get("val_loss")),
-                decimals(best.get("bits_per_byte")),
-                clock_text(last.get("seconds", 0.0)),
-                speed(last),
-            ]
-        )
+        steps = f"{history.last_step:,} of {history.max_steps:,}"
+        rows.append([history.name, *headlines(history).values(), steps])
     return rows
 
 
 def decimals(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
-
-
-def speed(entry: Entry) -> str:
-    tokens_per_second = entry.get("tokens_per_second")
-    return short(tokens_per_second) if tokens_per_second else "-"
 
 
 # What the charts draw

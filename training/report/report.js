@@ -165,7 +165,7 @@ function startButtons() {
 function start() {
   startButtons();
   byId("status").textContent = data.status ?? "";
-  byId("tiles").append(...(data.tiles ?? []).map(([value, label]) =>
+  byId("headlines").append(...Object.entries(data.headlines ?? {}).map(([label, value]) =>
     make("div", "tile", make("b", "", value), make("span", "", label))));
   if (data.comparison) byId("comparison").append(comparison(data.comparison));
   byId("legend").append(...legend());
