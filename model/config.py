@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+from cli.options import ConfigError
+
 DROPOUTS = ("dropout", "attention_dropout")  # these belong to training, not to the weights
 
 
@@ -88,10 +90,10 @@ class ModelConfig:
         vocab_size: number of ids the tokenizer has; a larger `vocab_size` in this config (padding
             for the hardware) is kept.
 
-        Raises ValueError if `vocab_size` in this config is smaller than the tokenizer's.
+        Raises ConfigError if `vocab_size` in this config is smaller than the tokenizer's.
         """
         if self.vocab_size is not None and self.vocab_size < vocab_size:
-            raise ValueError(
+            raise ConfigError(
                 f"model.vocab_size={self.vocab_size}: the tokenizer has {vocab_size} ids; "
                 f"use at least {vocab_size}, or none"
             )

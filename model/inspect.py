@@ -18,44 +18,41 @@ PARTS = ("embedding", "positions", "attention", "mlp", "norms", "head")
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the module tree: a module, or what it computes beside its own modules."""
+    """One line of the module tree: a module, or work that is not done by a module of its own."""
 
     depth: int
     name: str
     shape: str
     parameters: int
-    flops: int  # of forward and backward, for one token
+    flops: int  # of forward and backward, per token
 
 
 def meta_model(config: ModelConfig) -> GPT:
-    """The model of a resolved config with shapes and no values: it takes no memory, but the second
-    that the import of torch's compiler takes, by which "meta" tensors compute."""
+    """Build a model with shapes but no values: no memory, but a second to import torch's compiler,
+    which "meta" tensors need to compute."""
     with torch.device("meta"):
         return GPT(config)
 
 
 def parameters_by_part(model: GPT) -> dict[str, int]:
-    """{"embedding": ..., "attention": ...}: parameters of each of PARTS; a tied head has none."""
+    """Count the parameters of each of PARTS: {"embedding": ..., ...}; a tied head has none."""
     counts = dict.fromkeys(PARTS, 0)
     for name, p in model.named_parameters():
-        counts[_part(name)] += p.numel()
+        top = name.partition(".")[0]
+        part = "embedding" if top == "embed" else top
+        if "norm" in name:
+            part = "norms"
+        elif top == "layers":
+            part = "attention" if ".attn." in name else "mlp"
+        counts[part] += p.numel()
     return counts
 
 
-def _part(name: str) -> str:
-    if "norm" in name:
-        return "norms"
-    for piece, part in ((".attn.", "attention"), (".mlp.", "mlp")):
-        if piece in name:
-            return part
-    return {"embed": "embedding"}.get(name.partition(".")[0], name.partition(".")[0])
-
-
 def module_rows(model: GPT) -> Iterator[Row]:
-    """Every module from the top; of the equal layers one, with one layer's figures.
+    """Yield every module from the top; of the equal layers one, with the figures of one layer.
 
-    The FLOPs are those of GPT.flops_per_token at the full context: that of the rows of depth 1,
-    the layers' times their number, is the first row's.
+    The FLOPs are those of GPT.flops_per_token at the full context. The rows of depth 1, the layers'
+    times their number, add up to the first row.
     """
     c = model.config
     T = c.context_length
@@ -81,10 +78,10 @@ def _inner_rows(parent: nn.Module, depth: int, T: int) -> Iterator[Row]:
 
 
 def _cost(module: nn.Module, T: int) -> tuple[int, int]:
-    """(parameters, FLOPs a token) of a module with all that is in it."""
+    """Return (parameters, FLOPs per token) of a module and everything in it."""
     flops = 0
     for part in module.modules():
-        if isinstance(part, nn.Linear):
+        if isinstance(part, nn.Linear):  # 2 per weight in forward, 4 in backward
             flops += 6 * part.weight.numel()
         elif isinstance(part, CausalSelfAttention):
             flops += _mixing(part, T)
@@ -92,7 +89,7 @@ def _cost(module: nn.Module, T: int) -> tuple[int, int]:
 
 
 def _mixing(attention: CausalSelfAttention, T: int) -> int:
-    """q k^T and weights times v: each 2 (H D) T, and backward twice that."""
+    """Return the FLOPs of q k^T and weights times v: 2 (H D) T each, backward twice that."""
     return 12 * attention.q_proj.out_features * T
 
 
@@ -102,11 +99,11 @@ def _shape(module: nn.Module) -> str:
 
 
 def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
-    """Attention weights of every layer and head, (L, B, H, T, T), for tokens (B, T).
+    """Return the attention weights of every layer and head, (L, B, H, T, T), for tokens (B, T).
 
-    [l, b, h, t, s] is how much position t takes from position s; rows sum to 1 and are 0 for s > t.
-    The model runs as it is, with the reference backend in place of its own while it does: the only
-    one whose weights ever exist. Mode and backend are restored; dropout is off.
+    [l, b, h, t, s] is how much position t attends to position s; rows sum to 1 and are 0 for s > t.
+    The model itself runs, without dropout, with the reference backend: no other backend ever holds
+    its weights. Mode and backend are restored.
 
     Raises ValueError for more tokens than the context.
     """
@@ -121,7 +118,7 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
     model.use_attention(recorded)
     try:
         with inference(model):
-            model.forward(tokens)  # not model(...): a compiled one would not be looked into
+            model.forward(tokens)  # not model(...), which a compiler may have replaced
     finally:
         model.use_attention(attend)
     return torch.stack(maps)
@@ -129,7 +126,7 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def logit_lens(model: GPT, tokens: Tensor) -> Tensor:
-    """Logits read from every residual stream, (L + 1, B, T, V), for tokens (B, T).
+    """Return the logits read from every residual stream, (L + 1, B, T, V), for tokens (B, T).
 
     [l] is what the model would predict if its last layers were left out: the stream before layer l,
     through the final norm and the head (nostalgebraist 2020, "interpreting GPT: the logit lens").

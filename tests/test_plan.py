@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from cli.options import ConfigError
 from data.config import DataConfig
 from model.config import ModelConfig
 from model.fast import speed_up
@@ -376,7 +375,7 @@ def test_every_config_that_is_shipped_has_a_plan(config, command, tmp_path, monk
     monkeypatch.setattr("training.device.measured_peak", lambda *args, **options: 1e11)
     code, out, err = command(plan.main, config, f"--prepared_dir={tmp_path}")
     assert (code, err) == (0, "")
-    assert "memory of a rank, MB        1 rank" in out
+    assert "memory per rank, MB         1 rank" in out
 
 
 @pytest.mark.parametrize(
@@ -386,6 +385,7 @@ def test_every_config_that_is_shipped_has_a_plan(config, command, tmp_path, monk
         (["--ranks=8"], "ranks=8: 8 windows in micro-batches of 4 do not spread"),
         (["--ranks", "0"], "ranks=0: must be at least 1"),
         (["--n_layer=3"], "did you mean --model.n_layers?"),
+        (["--vocab_size=5"], "model.vocab_size=5: the tokenizer has 257 ids"),
     ],
 )
 def test_mistakes_are_told(command, argv, said, tmp_path):
@@ -414,8 +414,3 @@ def test_a_vocabulary_that_nobody_knows_yet_is_said_to_be_assumed(tmp_path):
     size, meta, note = plan.vocabulary(Config(data=data))
     assert (size, meta) == (128, None)
     assert "assumed" in note
-
-
-def test_a_vocabulary_smaller_than_the_tokenizer_is_refused():
-    with pytest.raises(ConfigError, match="vocab_size"):
-        plan.resolved_model(Config(model=ModelConfig(vocab_size=5)), 10)

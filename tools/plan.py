@@ -1,14 +1,14 @@
-"""What a config will cost, before it runs: `python -m tools.plan CONFIG`.
+"""Show what a config will cost, before it runs: `python -m tools.plan CONFIG`.
 
-Parameters, FLOPs, memory of a rank, time on GPUs, and the module tree. Nothing is trained and no
-data is prepared.
+Parameters, FLOPs, memory per rank, time on GPUs and the module tree. Nothing is trained and no data
+is prepared.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cli.command import run_command
 from cli.options import ConfigError, help_text, options_of, parse_options
@@ -42,15 +42,18 @@ DRIVER_BYTES = 0.6e9  # a CUDA context with its kernels
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What is assumed of the machines."""
+    """Assumptions about the machines."""
 
     ranks: Annotated[int | None, "ranks to plan for; torchrun's number if set, else 1 and 8"] = None
-    mfu: Annotated[float, "share of the hardware's peak that training reaches"] = 0.4
+    mfu: Annotated[float, "fraction of the hardware's peak that training reaches"] = 0.4
 
     def problems(self) -> list[str]:
-        some = self.ranks is None or self.ranks >= 1
-        found = [] if some else [f"ranks={self.ranks}: must be at least 1"]
-        return found if 0 < self.mfu <= 1 else [*found, f"mfu={self.mfu}: must be in (0, 1]"]
+        found = []
+        if self.ranks is not None and self.ranks < 1:
+            found.append(f"ranks={self.ranks}: must be at least 1")
+        if not 0 < self.mfu <= 1:
+            found.append(f"mfu={self.mfu}: must be in (0, 1]")
+        return found
 
 
 def main(argv: list[str]) -> int:
@@ -58,12 +61,12 @@ def main(argv: list[str]) -> int:
     options, rest = take_options(argv)
     config, notes = with_weights(load_config(rest, usage=USAGE))
     vocab_size, meta, note = vocabulary(config)
-    config = replace(config, model=resolved_model(config, vocab_size))
+    config = replace(config, model=config.model.resolved(vocab_size))
     worlds = [options.ranks] if options.ranks else [w for w in (1, 8) if spreads(config, w)]
     if options.ranks and not spreads(config, options.ranks):
         raise ConfigError(
             f"ranks={options.ranks}: {config.data.global_batch} windows in micro-batches of "
-            f"{config.data.micro_batch or 1} do not spread evenly over them: give another "
+            f"{config.data.micro_batch or 1} do not spread evenly over them; choose another "
             "--global_batch or --micro_batch"
         )
 
@@ -82,9 +85,9 @@ def main(argv: list[str]) -> int:
 
 
 def take_options(argv: list[str]) -> tuple[PlanOptions, list[str]]:
-    """The planner's own options, and the rest of the command line, which is train.py's.
+    """Return the planner's own options and the other words, which are options of train.py.
 
-    Prints the help of both and exits 0 for --help.
+    --help prints the help of both and exits 0.
     """
     if "--help" in argv or "-h" in argv:
         print(help_text(USAGE, {"plan": PlanOptions, **SECTIONS}))
@@ -101,7 +104,10 @@ def take_options(argv: list[str]) -> tuple[PlanOptions, list[str]]:
 
 
 def with_weights(config: Config) -> tuple[Config, list[str]]:
-    """The config with the shape of the weights it starts from, and notes. Nothing is fetched."""
+    """Return the config with the shape of the weights it starts from, and notes.
+
+    Nothing is downloaded.
+    """
     source = config.run.init_from
     if source and not Path(source).exists():
         return config, [f"run.init_from={source}: not here; the shape is the config's"]
@@ -112,7 +118,7 @@ def with_weights(config: Config) -> tuple[Config, list[str]]:
 
 
 def vocabulary(config: Config) -> tuple[int, Meta | None, str]:
-    """The number of ids, what the prepared data says if it is there, a note if that is assumed."""
+    """Return the vocabulary size, the prepared data's description, and a note on a guessed size."""
     from data.config import TIKTOKEN_SIZES
     from data.meta import read_meta
     from data.prepare import prepared_folder
@@ -133,25 +139,17 @@ def vocabulary(config: Config) -> tuple[int, Meta | None, str]:
 
         return ready_tokenizer(name).vocab_size, None, ""
     size = config.model.vocab_size or 128
-    return size, None, f"vocabulary of {size} assumed: it is known once the data is prepared"
-
-
-def resolved_model(config: Config, vocab_size: int) -> Any:
-    """The model's config with nothing left open. Raises ConfigError for a vocabulary too small."""
-    try:
-        return config.model.resolved(vocab_size)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    return size, None, f"vocabulary of {size} assumed; the size is known once the data is prepared"
 
 
 def spreads(config: Config, world: int) -> bool:
-    """Whether each of `world` ranks has as many micro-batches as the others, and at least one."""
+    """Return whether `world` ranks get an equal number of micro-batches each, at least 1."""
     micro = config.data.micro_batch
     return config.data.global_batch % (world * (micro if isinstance(micro, int) else 1)) == 0
 
 
 def on_ranks(config: Config, world: int, device: str) -> Config:
-    """The config as `world` ranks on a kind of device would resolve it."""
+    """Return the config as `world` ranks on this kind of device would resolve it."""
     import torch
 
     from training.device import pick_dtype
@@ -160,10 +158,10 @@ def on_ranks(config: Config, world: int, device: str) -> Config:
     if not isinstance(micro, int):
         micro = max(1, config.data.global_batch // world)
     dtype = config.run.dtype
-    if dtype == "auto":
-        width = config.model.d_model
-        here = pick_dtype("auto", torch.device(device), width)[0] if device != "cuda" else ""
-        dtype = here or "bfloat16"
+    if dtype == "auto" and device == "cuda":
+        dtype = "bfloat16"  # the GPU itself may not be here to be asked
+    elif dtype == "auto":
+        dtype, _ = pick_dtype("auto", torch.device(device), config.model.d_model)
     reduction = config.parallel.reduction
     if reduction == "auto":
         reduction = "exact" if device == "cpu" else "fast"
@@ -175,11 +173,11 @@ def on_ranks(config: Config, world: int, device: str) -> Config:
     )
 
 
-# The blocks of the plan
+# The blocks of the output
 
 
 def head_lines(config: Config, model: GPT, meta: Meta | None, notes: list[str]) -> list[str]:
-    """Size, length, and how the two fit each other."""
+    """Describe size, length and the ratio of the two."""
     n, T, steps = config.data.global_batch, config.model.context_length, config.run.max_steps
     count = model.parameter_count()
     tokens = run_tokens(config)
@@ -190,14 +188,14 @@ def head_lines(config: Config, model: GPT, meta: Meta | None, notes: list[str]) 
     ]
     if meta is not None:
         epochs = tokens / max(1, meta.tokens["train"])
-        lines.append(f"{epochs:.2f} epochs of {meta.tokens['train']:,} tokens to train on")
+        lines.append(f"{epochs:.2f} epochs of {meta.tokens['train']:,} training tokens")
     else:
         lines.append("epochs: known once the data is prepared (python -m data.prepare)")
     return [*lines, *notes]
 
 
 def parameter_lines(config: Config, model: GPT) -> list[str]:
-    """Parameters by part, and the FLOPs of a token."""
+    """Count parameters by part, and FLOPs per token."""
     from model.inspect import parameters_by_part
 
     parts = parameters_by_part(model)
@@ -213,12 +211,12 @@ def parameter_lines(config: Config, model: GPT) -> list[str]:
     return [
         *lines,
         f"  {'total':<12}{total:>16,}",
-        f"FLOPs: {flops:,} a token, forward and backward; {run:.3g} for the run",
+        f"FLOPs: {flops:,} per token, forward and backward; {run:.3g} for the run",
     ]
 
 
 def memory_lines(config: Config, worlds: list[int]) -> list[str]:
-    """Memory of one rank, in MB, on this machine's kind of device and for each number of ranks."""
+    """Tabulate memory per rank, in MB, for each number of ranks on this machine's device."""
     import torch
 
     from training.memory import estimate_memory
@@ -226,28 +224,26 @@ def memory_lines(config: Config, worlds: list[int]) -> list[str]:
     device = "cuda" if config.run.device.startswith("cuda") else "cpu"
     if config.run.device == "auto" and torch.cuda.is_available():
         device = "cuda"
-    plans = []
-    for world in worlds:
-        resolved = on_ranks(config, world, device)
-        plans.append((world, resolved, estimate_memory(resolved, world, device)))
-    titles = [f"{world} rank{'s' * (world > 1)}" for world, _, _ in plans]
-    lines = [f"{'memory of a rank, MB':<22}" + "".join(f"{title:>12}" for title in titles)]
-    lines[0] += f"    ({device}, {plans[0][1].run.dtype})"
-    for name in plans[0][2].parts():
-        sizes = [getattr(memory, name) for _, _, memory in plans]
-        lines.append(f"  {name:<20}" + _megabytes(sizes))
-    lines.append(f"  {'peak':<20}" + _megabytes([memory.peak for _, _, memory in plans]))
-    micros = "".join(f"{resolved.data.micro_batch:>12}" for _, resolved, _ in plans)
-    lines.append(f"  {'(micro_batch)':<20}{micros}")
-    return [*lines, "  activations go as gradients come, so that the peak is less than the sum"]
-
-
-def _megabytes(sizes: list[int]) -> str:
-    return "".join(f"{size / 1e6:>12,.0f}" for size in sizes)
+    plans = [on_ranks(config, world, device) for world in worlds]
+    memories = [
+        estimate_memory(plan, world, device) for plan, world in zip(plans, worlds, strict=True)
+    ]
+    titles = [f"{world} rank{'s' * (world > 1)}" for world in worlds]
+    rows = [
+        [name, *(f"{getattr(memory, name) / 1e6:,.0f}" for memory in memories)]
+        for name in vars(memories[0])
+    ]
+    rows.append(["(micro_batch)", *(str(plan.data.micro_batch) for plan in plans)])
+    head = f"{'memory per rank, MB':<22}" + "".join(f"{title:>12}" for title in titles)
+    return [
+        f"{head}    ({device}, {plans[0].run.dtype})",
+        *(f"  {name:<20}" + "".join(f"{value:>12}" for value in values) for name, *values in rows),
+        "  activations are freed as gradients appear, so the peak is below the sum",
+    ]
 
 
 def time_lines(config: Config, model: GPT, ranks: int, mfu: float) -> list[str]:
-    """How long the run takes on `ranks` of each known GPU, and on this machine's CPU."""
+    """Tabulate the duration of the run on `ranks` of each known GPU, and on this CPU."""
     import torch
 
     from training.console import clock_text
@@ -274,17 +270,17 @@ def time_lines(config: Config, model: GPT, ranks: int, mfu: float) -> list[str]:
 
 
 def run_tokens(config: Config) -> int:
-    """Tokens of the whole run, those seen again counted again."""
+    """Return the tokens of the whole run; a token counts every time it is seen."""
     return config.run.max_steps * config.data.global_batch * config.model.context_length
 
 
 def training_seconds(flops: float, peak: float, mfu: float, ranks: int) -> float:
-    """flops of the whole run over what `ranks` devices of `peak` FLOP/s do in a second."""
+    """Return the duration of `flops` on `ranks` devices of `peak` FLOP/s."""
     return flops / (peak * mfu * ranks)
 
 
 def tree_lines(model: GPT) -> list[str]:
-    """The modules with shapes, parameters and FLOPs of each; equal layers once."""
+    """List the modules with shapes, parameters and FLOPs; equal layers once."""
     from model.inspect import module_rows
 
     lines = [f"{'module':<34}{'shape':>14}{'parameters':>16}{'MFLOP/token':>14}"]

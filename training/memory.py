@@ -52,10 +52,6 @@ class Memory:
     logits: int
     peak: int
 
-    def parts(self) -> dict[str, int]:
-        """Return {"weights": ..., ...} in the order of the fields, without the peak."""
-        return {name: size for name, size in vars(self).items() if name != "peak"}
-
 
 def estimate_memory(
     config: Config, world: int = 1, device: str = "cpu", model: GPT | None = None

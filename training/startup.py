@@ -30,10 +30,7 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, console: Console) -> 
             f"{config.run.init_from} have {config.model.vocab_size}; remove --tokenizer to use "
             "their own, or name it (--tokenizer=hf:FOLDER or run:RUN)"
         )
-    try:
-        model = config.model.resolved(vocab_size)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    model = config.model.resolved(vocab_size)
     dtype, why = pick_dtype(config.run.dtype, ranks.device, model.d_model)
     attention = pick_attention(config.run.attention, ranks.device)
     config = replace(config, model=model)
