@@ -26,6 +26,7 @@ from data.meta import (
     Meta,
     Shard,
     ShardWriter,
+    dtype_for,
     fingerprint,
     read_tokenizer,
     write_meta,
@@ -197,8 +198,7 @@ class Journal:
 
     def __init__(self, path: Path, n_sources: int) -> None:
         self.path = path
-        self.tasks = [0] * n_sources  # done
-        self.complete = [False] * n_sources
+        self.done = [(0, False)] * n_sources  # (tasks done, whether that is all) of each source
         self.shards: list[Shard] = []
 
     def add(self, source: int, tasks: int, complete: bool, shards: list[Shard]) -> None:
@@ -207,10 +207,7 @@ class Journal:
         with self.path.open("ab") as stream:
             stream.write(json.dumps(entry).encode() + b"\n")
             sync(stream)
-        self._take(source, tasks, complete, shards)
-
-    def _take(self, source: int, tasks: int, complete: bool, shards: list[Shard]) -> None:
-        self.tasks[source], self.complete[source] = tasks, complete
+        self.done[source] = tasks, complete
         self.shards += shards
 
     def read(self) -> None:
@@ -223,9 +220,10 @@ class Journal:
                     shards = [Shard(**shard) for shard in shards]
                     if not line.endswith(b"\n"):
                         break
-                    self._take(source, tasks, complete, shards)
+                    self.done[source] = tasks, complete
                 except (ValueError, TypeError, IndexError):
                     break
+                self.shards += shards
                 good += len(line)
             stream.truncate(good)
 
@@ -259,7 +257,7 @@ class Build:
             replace_file(self.partial / SOURCE_FILE, json_bytes(made_from))
             self.journal.path.touch()
         self.tokenizer = self._saved_tokenizer()
-        self.dtype = "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
+        self.dtype = dtype_for(self.tokenizer.vocab_size)
 
     def run(self, progress: bool, shard_bytes: int) -> Meta:
         """Build the folder. progress: show a bar; shard_bytes: of text per shard."""
@@ -274,7 +272,7 @@ class Build:
             disable=None if progress else True,  # None: unless stderr is a terminal
         ) as bar:
             for number, source in enumerate(sources):
-                if self.journal.complete[number]:
+                if self.journal.done[number][1]:
                     bar.update(source.size)
                     continue
                 counts = ReadCounts(_end_texts(self.tokenizer))
@@ -298,7 +296,7 @@ class Build:
 
     def _encoded(self, number: int, bar: Any, counts: ReadCounts) -> Iterator[Encoded]:
         """Yield the ids of one source, task by task, except for the tasks that are done."""
-        plan, skip = self.plan, self.journal.tasks[number]
+        plan, skip = self.plan, self.journal.done[number][0]
         source, split = plan.sources[number], plan.splits[number]
         if source.holds_ids:
             ids = encoded_ids(source, split, self.tokenizer, self.dtype, plan.config.ids)
@@ -316,7 +314,7 @@ class Build:
     def _write_shards(self, number: int, results: Iterator[Encoded], shard_bytes: int) -> None:
         """Write the ids of one source, with one shard per split for every shard_bytes of text."""
         writers: dict[str, ShardWriter] = {}
-        tasks = self.journal.tasks[number]
+        tasks = self.journal.done[number][0]
 
         def finish(complete: bool) -> None:
             # First, so that the journal lists no shard of other content than the folder is named

@@ -19,6 +19,7 @@ import numpy as np
 
 from cli.limits import usable_cores
 from cli.options import ConfigError
+from data.meta import dtype_for
 from data.readers import is_compressed
 from data.sources import Part, Source, Split
 from data.tokenizer import Tokenizer, load_tokenizer, lost_bytes
@@ -212,8 +213,7 @@ def _find_ids(path: Path, vocab_size: int, width: str = "auto") -> IdsFile:
         if size != HEADER_BYTES + count * np.dtype(dtype).itemsize:
             raise ConfigError(f"{path}: its header promises {count} ids, but it has {size} bytes")
         return IdsFile(path, HEADER_BYTES, dtype, count)
-    auto = "<u2" if vocab_size <= 1 << 16 else "<u4"
-    dtype = np.dtype(auto if width == "auto" else f"<{width}")
+    dtype = np.dtype(dtype_for(vocab_size) if width == "auto" else width).newbyteorder("<")
     if size % dtype.itemsize:
         raise ConfigError(
             f"{path}: file size {size} is not a multiple of {dtype.itemsize} ({dtype} ids); give "

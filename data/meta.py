@@ -102,6 +102,11 @@ class Meta:
         return np.dtype(self.dtype).newbyteorder("<")
 
 
+def dtype_for(vocab_size: int) -> str:
+    """The smallest dtype of shards that holds all ids."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
 def summary(meta: Meta) -> str:
     """Describe prepared data in one line: documents, bytes, tokens and the sizes of the splits."""
     n_bytes, tokens = sum(meta.bytes.values()), sum(meta.tokens.values())

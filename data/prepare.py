@@ -26,13 +26,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
 from cli.command import Say, make_folder, run_command
 from cli.files import named_in_errors, try_lock
 from cli.options import ConfigError, parse_sections
 from data.build import Build, Plan, make_plan, make_tokenizer
 from data.config import DataConfig
 from data.encode import n_workers
-from data.meta import read_meta, summary, verify
+from data.meta import dtype_for, read_meta, summary, verify
 from data.prepared import (
     content_of,
     delete_left,
@@ -154,11 +156,10 @@ def _opened(config: DataConfig, spool: Path | None = None) -> list[Source]:
 
 
 def _prepared_before(config: DataConfig) -> Path | None:
-    """The folder that was prepared from sources that no longer exist."""
-    if STDIN not in [spec for spec, _ in parts_of(config)]:
-        with contextlib.suppress(ConfigError):
-            folder = prepared_folder(config)
-            return folder if is_complete(folder) else None
+    """The complete folder of sources that no longer exist, if their content was ever hashed."""
+    with contextlib.suppress(ConfigError):
+        folder = prepared_folder(config, read=False)
+        return folder if is_complete(folder) else None
     return None
 
 
@@ -302,7 +303,7 @@ def _try(plan: Plan, tokenizer: Tokenizer, say: Say) -> None:
     seconds = time.perf_counter() - started
     total = sum(source.size for source in plan.sources) or size
     processes = max(1, n_workers(plan.config.workers, total))
-    item = 2 if tokenizer.vocab_size <= 1 << 16 else 4
+    item = np.dtype(dtype_for(tokenizer.vocab_size)).itemsize
     say(
         f"about {total * tokens / size:,.0f} tokens ({size / tokens:.2f} bytes per token), "
         f"{total * tokens / size * item / 1e6:,.1f} MB of shards, "
