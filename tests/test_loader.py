@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_shards import documents, make, random_ids
+from test_shards import documents
 
 from cli.options import ConfigError
 from data.config import DataConfig
@@ -152,32 +152,20 @@ def test_the_grid_is_shifted_from_the_second_epoch_on():
     assert tokens[:, 1].tolist() == [shifted.locate(5)[0][2]] * 8
 
 
-def test_batches_hold_the_windows_that_locate_names(tmp_path):
-    ids = random_ids(1000)
-    windows = Windows(make(tmp_path, [{"train": [ids]}]), "train", 16)
-    batches = BatchLoader(windows, seed=1, global_batch=8)
-    ring = np.concatenate([ids, ids])
-    for i in (0, 7, 8, 40):
-        tokens, targets = batches.batch(i)
-        for row, (_, window, shift) in enumerate(batches.locate(i)):
-            start = window * 16 + shift
-            assert tokens[row].tolist() == ring[start : start + 16].tolist()
-            assert targets[row].tolist() == ring[start + 1 : start + 17].tolist()
-
-
 @pytest.mark.parametrize("kind", ["packed", "document"])
-def test_batches_include_the_document_numbers(tmp_path, kind):
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_batches_hold_the_windows_that_locate_names(tmp_path, kind, document_mask):
     folder, _ = documents(tmp_path, [5, 1, 30, 16, 17, 2, 90] * 5, [100])
-    windows = Windows(folder, "train", 16, kind, document_mask=True)
+    windows = Windows(folder, "train", 16, kind, document_mask)
     batches = BatchLoader(windows, seed=1, global_batch=8, micro_batch=4)
     found = list(prefetch(batches, range(20), CPU))
     for i, parts in enumerate(found):
         rows = [windows.pair(window, shift) for _, window, shift in batches.locate(i)]
-        assert len(parts) == 3
+        assert len(parts) == 2 + document_mask
         for part, expected in zip(parts, zip(*rows, strict=True), strict=True):
             assert part.dtype == torch.int64
             assert part.tolist() == np.stack(expected).tolist()
-    assert len({tuple(row) for parts in found for row in parts[2].tolist()}) > 5
+    assert len({tuple(row) for parts in found for row in parts[-1].tolist()}) > 5
 
 
 def test_index_ten_to_the_nine_costs_what_index_zero_costs():

@@ -185,14 +185,6 @@ def test_unreadable_files_are_a_users_mistake(folder, monkeypatch, command):
         assert "1 more files cannot be read" in err
 
 
-def test_a_file_name_that_is_not_utf_8_is_hashed(folder):
-    before = digest(folder)
-    with open(os.fsencode(folder) + b"/\xff.txt", "w") as stream:
-        stream.write("text")
-    assert digest(folder) != before
-    assert digest(folder) == digest(folder)
-
-
 def test_a_hub_dataset_is_identified_by_its_name(tmp_path):
     hub = [Source(f"hub:a/{name}", Path(), ()) for name in "bcb"]
     digests = [content_of(source, tmp_path).digest for source in hub]

@@ -84,51 +84,40 @@ def tokenizers(run: Path) -> set[str]:
     return {p.read_text() for p in run.glob("checkpoints/*/tokenizer/tokenizer.json")}
 
 
-def test_a_changed_text_does_not_reach_a_running_run(train_tiny, at_step, options, text, tmp_path):
-    """Scene 1: run B prepares the changed text with equal options while A trains on the old."""
+@pytest.mark.parametrize("tokenizer", ["bpe:280", "byte"])
+def test_a_changed_text_does_not_reach_a_running_run(
+    train_tiny, at_step, options, text, tmp_path, tokenizer
+):
+    """Run B prepares the changed text with the same options while A trains on the old one.
+
+    byte: the text keeps its size and the tokenizer is the same, so the new ids would even fit.
+    """
     a, b, alone = tmp_path / "a", tmp_path / "b", tmp_path / "alone"
+    options["tokenizer"] = tokenizer
+    new = OLD.upper() if tokenizer == "byte" else NEW
     train_tiny(alone, **options)
 
     def begin_b() -> None:
-        text.write_text(NEW)
+        text.write_text(new)
         train_tiny(b, **options, max_steps=2)
 
     at_step(3, begin_b)
     assert train_tiny(a, **options) == 0
     assert ends_equal(a, alone)
-    assert len(tokenizers(a)) == 1 and tokenizers(a) != tokenizers(b)
+    assert len(list((tmp_path / "prepared").glob("n_txt-*"))) == 2
+    assert tokenizer == "byte" or len(tokenizers(a)) == 1 and tokenizers(a) != tokenizers(b)
     text.write_text(OLD)
     more = {**options, "max_steps": 12, "resume": "must"}
     assert train_tiny(a, **more) == train_tiny(alone, **more) == 0
     assert ends_equal(a, alone)
-    text.write_text(NEW)
+    text.write_text(new)
     assert train_tiny(b, **{**options, "max_steps": 4, "resume": "must"}) == 0
-
-
-def test_a_changed_text_of_the_same_size_does_not_reach_a_running_run(
-    train_tiny, at_step, options, text, tmp_path
-):
-    """Scene 2: the new ids would fit in place of the old, and the tokenizer is the same."""
-    options["tokenizer"] = "byte"
-    train_tiny(tmp_path / "alone", **options)
-    other = OLD.upper()
-    assert len(other.encode()) == len(OLD.encode())
-
-    def replace_text() -> None:
-        text.write_text(other)
-        argv = [f"--{name}={value}" for name, value in options.items()]
-        assert prepare_command([*argv, "--split=tail", "--val_fraction=0.2", "--workers=0"]) == 0
-
-    at_step(3, replace_text)
-    assert train_tiny(tmp_path / "a", **options) == 0
-    assert ends_equal(tmp_path / "a", tmp_path / "alone")
-    assert len(list((tmp_path / "prepared").glob("n_txt-*"))) == 2
 
 
 def test_two_pipes_do_not_share_a_folder_and_resuming_needs_no_pipe(
     train_tiny, at_step, options, tmp_path, monkeypatch, capsys
 ):
-    """Scene 3: resuming finds the data of the run by the fingerprint in its checkpoint."""
+    """Resuming finds the data of the run by the fingerprint in its checkpoint."""
     options["source"] = "-"
 
     def pipe(content: str) -> None:
@@ -254,7 +243,9 @@ def test_data_in_use_cannot_be_removed(train_tiny, at_step, options, tmp_path, c
     assert said[1][0] == 0 and "removed" in said[1][1]
 
 
-def test_scene_1_as_scripts(tiny_argv, train_tiny, options, text, tmp_path):
+def test_a_changed_text_does_not_reach_another_process(
+    tiny_argv, train_tiny, options, text, tmp_path
+):
     """A is its own process; it is stopped while B prepares the changed text, then continues."""
     long = {**options, "max_steps": 200, "checkpoint_interval": 10, "eval_interval": 100}
     a, b = tmp_path / "a", tmp_path / "b"

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from cli.options import ConfigError
 from data import shards
-from data.meta import BLOCK_BYTES, DamagedData, Meta, ShardWriter, read_meta, write_meta
+from data.meta import BLOCK_BYTES, DamagedData, Meta, ShardWriter, dtype_for, read_meta, write_meta
 from data.shards import IGNORE_INDEX, Windows
 
 EOT = 0
@@ -37,7 +37,7 @@ def make(
 ) -> Path:
     """Write a prepared folder; sources: the ids of each shard, by split, of each source."""
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    dtype = dtype_for(vocab_size)
     written = []
     for source, splits in enumerate(sources):
         for split, parts in splits.items():
@@ -199,11 +199,6 @@ def test_an_id_outside_the_vocabulary_is_refused_by_file_and_position(tmp_path, 
     name = re.escape(str(folder / "train-00-000000.bin"))
     with pytest.raises(DamagedData, match=f"{name}: token {where} is id {token}, .* 500 ids"):
         read_all(folder, 6999)
-
-
-def test_a_folder_without_prepared_data_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no prepared data"):
-        Windows(tmp_path, "train", 8)
 
 
 # Many shards, many processes
@@ -379,16 +374,6 @@ def test_packed_windows_number_the_document_of_each_target(tmp_path, lengths, cu
         assert numbers[0] == 0
         assert found.min(initial=0) >= 0
         assert ((found > 0) == changes).all()
-
-
-def test_shared_rows_hold_little_padding(tmp_path):
-    lengths = np.random.default_rng(0).integers(2, 20, 2000)
-    folder, _ = documents(tmp_path, lengths.tolist(), [])
-    alone = Windows(folder, "train", 128, "document")
-    shared = Windows(folder, "train", 128, "document", document_mask=True)
-    assert len(alone) == 2000
-    assert lengths.sum() / (128 * len(alone)) < 0.1
-    assert lengths.sum() / (128 * len(shared)) > 0.9
 
 
 @pytest.mark.parametrize("options", [("document", False), ("document", True), ("packed", True)])
