@@ -1,5 +1,5 @@
-"""Apple GPUs have no float64. A stand-in for one: tensors that are moved to "mps" stay in this
-machine's memory, are marked, and refuse what Apple's would refuse."""
+"""Runs on Apple GPUs, which have no float64. A fake takes their place: tensors that are moved to
+"mps" stay in this machine's memory, are marked, and refuse what Apple's would refuse."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+import sample
+from tools import evaluate
 
 MPS, CPU = torch.device("mps"), torch.device("cpu")
 LOSSES = {"loss", "val_loss"}
@@ -25,12 +28,12 @@ def marked(value: object) -> bool:
 
 
 class AppleGpu(TorchFunctionMode):
-    """What a marked tensor takes part in gives marked tensors, until one is moved to the CPU."""
+    """Functions of marked tensors return marked tensors, until one is moved to the CPU."""
 
-    functions = 0  # that computed something there
+    functions = 0  # number of functions that computed on the GPU
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in (torch.device, torch._C._nn._parse_to):  # they name a device, no more
+        if function in (torch.device, torch._C._nn._parse_to):  # they only name a device
             return function(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs or {}))
         there = any(map(marked, leaves))
@@ -48,7 +51,7 @@ class AppleGpu(TorchFunctionMode):
         )
         found = function(*args, **kwargs)
         if (moved_there or moved_back) and any(found is leaf for leaf in leaves):
-            found = found.clone()  # another tensor, as it would be
+            found = found.clone()  # a real move returns another tensor
         if function == Tensor.data.__set__ and marked(args[1]):
             args[0].on_mps = True
         if moved_there or (there and not moved_back):
@@ -77,7 +80,7 @@ def apple(monkeypatch):
         yield gpu
 
 
-def test_the_stand_in_refuses_what_an_apple_gpu_refuses(apple):
+def test_the_fake_gpu_refuses_what_an_apple_gpu_refuses(apple):
     x = torch.ones(3).to("mps")
     assert (x * 2).device == x[0].device == torch.zeros(2, device=MPS).device == MPS
     assert x.cpu().device == x.to(CPU).device == torch.ones(1).device == CPU
@@ -102,9 +105,9 @@ def losses(folder: Path) -> list[float]:
     return [line.get("loss", line.get("val_loss")) for line in lines if line.keys() & LOSSES]
 
 
-def test_a_run_with_all_that_is_beside_it(apple, train_tiny, tmp_path, monkeypatch):
-    """device=auto takes the GPU: both optimizers, clipping, evaluation, snapshots, checkpoint,
-    sample, resume; to rounding the losses are those of a CPU."""
+def test_a_run_with_snapshots_and_resume(apple, train_tiny, tmp_path, monkeypatch):
+    """device=auto uses the GPU for both optimizers, clipping, evaluation, snapshots, checkpoint,
+    sample and resume; the losses are those of a CPU up to rounding."""
     monkeypatch.setattr("training.observer.SAMPLE_TOKENS", 5)
     monkeypatch.setattr("training.observer.try_report", lambda *arguments: True)  # takes seconds
     run = {"report": True, "optimizer": "muon", "qk_norm": True, "eval_interval": 2, "interval": 1}
@@ -119,10 +122,7 @@ def test_a_run_with_all_that_is_beside_it(apple, train_tiny, tmp_path, monkeypat
     assert len(found) == 5 and found == pytest.approx(losses(tmp_path / "cpu"), rel=1e-3)
 
 
-def test_sampling_and_evaluating(apple, trained_once, tiny_folder, command):
-    import sample
-    from tools import evaluate
-
+def test_sampling_and_evaluation(apple, trained_once, tiny_folder, command):
     for main, *argv in (
         (sample.main, trained_once, "--prompt=def ", "--max_new_tokens=20", "--top_p=0.9"),
         (evaluate.main, trained_once, f"--source={tiny_folder / 'text.txt'}"),

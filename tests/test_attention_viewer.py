@@ -1,4 +1,4 @@
-"""The attention page: the weights that it holds are the model's, and its figures are right."""
+"""The attention viewer: its weights are the model's, and its figures are right."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ def data_of(text: str) -> dict:
 
 
 def unpacked(data: dict) -> torch.Tensor:
-    """(L, H, T, T) as the page's script reads it."""
+    """Decode the weights as the page's script does: (L, H, T, T)."""
     T, L, H = len(data["tokens"]), data["layers"], data["heads"]
     flat = np.frombuffer(base64.b64decode(data["weights"]), "<u2").reshape(L, H, -1)
     maps = torch.zeros(L, H, T, T)
@@ -37,7 +36,7 @@ def unpacked(data: dict) -> torch.Tensor:
     return maps
 
 
-# Figures by hand: two heads over three positions
+# Figures worked out by hand: two heads over three positions
 
 
 EVEN = torch.tensor([[1, 0, 0], [1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3]])
@@ -45,17 +44,11 @@ FIRST = torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [1.0, 0, 0]])
 MAPS = torch.stack([EVEN, FIRST])[None]  # (1, 2, 3, 3)
 
 
-def test_entropy_by_hand():
-    expected = (math.log(1) + math.log(2) + math.log(3)) / 3
-    assert attention.entropies(MAPS)[0].tolist() == pytest.approx([expected, 0.0])
-
-
-def test_distance_by_hand():
-    # evenly: 0, 1/2, 1; the first always: 0, 1, 2
+def test_figures_by_hand():
+    entropy = (math.log(1) + math.log(2) + math.log(3)) / 3
+    assert attention.entropies(MAPS)[0].tolist() == pytest.approx([entropy, 0.0])
+    # Even: 0, 1/2, 1 tokens back. The first token always: 0, 1, 2.
     assert attention.distances(MAPS)[0].tolist() == pytest.approx([0.5, 1.0])
-
-
-def test_packing_keeps_the_lower_triangle_row_by_row():
     values = np.frombuffer(base64.b64decode(attention.packed(MAPS)), "<u2") / attention.STEPS
     even = [1, 1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 3]
     assert values.tolist() == pytest.approx([*even, 1, 1, 0, 1, 0, 0], abs=1e-5)
@@ -64,7 +57,7 @@ def test_packing_keeps_the_lower_triangle_row_by_row():
 # The page
 
 
-def test_the_page_holds_the_weights_of_the_model(sampled):
+def test_the_page_holds_the_models_weights(sampled):
     model, tokenizer = sampled
     ids = tokenizer.encode("def f1(x):\n")
     data = data_of(attention.make_page("t", model, tokenizer, ids))
@@ -72,9 +65,11 @@ def test_the_page_holds_the_weights_of_the_model(sampled):
     maps = unpacked(data)
     assert torch.allclose(maps, attention_maps(model, torch.tensor([ids]))[:, 0], atol=1e-5)
     assert torch.allclose(maps.sum(-1), torch.ones(1, 2, len(ids)), atol=1e-4)
+    expected = attention.entropies(maps).tolist()[0]
+    assert data["entropy"][0] == pytest.approx(expected, abs=1e-3) and len(data["distance"]) == 1
 
 
-def test_the_weights_shown_are_what_the_fused_backend_mixes_with(sampled):
+def test_the_weights_are_those_of_the_fused_backend(sampled):
     model, tokenizer = sampled
     ids = torch.tensor([tokenizer.encode("def f1(x):\n")])
     maps = unpacked(data_of(attention.make_page("t", model, tokenizer, ids[0].tolist())))
@@ -108,36 +103,37 @@ def test_text_cannot_end_the_script(sampled):
 # The command
 
 
-def test_the_command_writes_a_page_and_says_what_it_left_out(command, trained):
-    code, out, err = command(attention.main, trained, "--prompt=def f1(x):", "--tokens=4")
+@pytest.mark.parametrize(
+    ("argv", "tokens", "cut"),
+    [
+        (["--prompt=def f1(x):", "--tokens=4"], "def ", "4 tokens (the first of 10)"),
+        (["--prompt", "x" * 40], "x" * 16, "16 tokens (the first of 40)"),  # the context
+        (["--prompt=def "], "def ", "4 tokens;"),
+    ],
+)
+def test_the_command_writes_a_page(argv, tokens, cut, command, trained):
+    code, out, err = command(attention.main, trained, *argv)
     assert (code, err) == (0, "")
-    assert "4 tokens (the first of 10)" in out
-    assert data_of((trained / "attention.html").read_text())["tokens"] == list("def ")
-
-
-def test_no_more_than_the_context_is_shown(command, trained, tmp_path):
-    out_file = tmp_path / "a.html"
-    code, out, _ = command(attention.main, trained, "--prompt", "x" * 40, f"--out={out_file}")
-    assert code == 0
-    assert "16 tokens (the first of 40)" in out
-    assert out_file.exists()
+    assert cut in out
+    assert data_of((trained / "attention.html").read_text())["tokens"] == list(tokens)
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "reason"),
     [
         ([], "prompt is empty"),
         (["--prompt=def", "--tokens=0"], "tokens=0: must be at least 1"),
         (["--promt=def"], "did you mean --prompt?"),
+        (["--prompt=def"], "nowhere"),
     ],
 )
-def test_mistakes_are_told(command, argv, said):
+def test_mistakes_are_reported(command, argv, reason):
     code, _, err = command(attention.main, "out/nowhere", *argv)
     assert code == 2
-    assert said in err
+    assert reason in err
 
 
-def test_only_a_page_of_ours_is_written_over(command, trained, tmp_path):
+def test_only_pages_of_plaingpt_are_overwritten(command, trained, tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("mine")
     code, _, err = command(attention.main, trained, "--prompt=def ", f"--out={path}")
@@ -146,9 +142,3 @@ def test_only_a_page_of_ours_is_written_over(command, trained, tmp_path):
     for _ in range(2):
         out = tmp_path / "page.html"
         assert command(attention.main, trained, "--prompt=def ", f"--out={out}")[0] == 0
-
-
-def test_a_run_that_is_not_there_is_told(command, tmp_path):
-    code, _, err = command(attention.main, Path(tmp_path, "none"), "--prompt=def")
-    assert code == 2
-    assert "none" in err

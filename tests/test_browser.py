@@ -286,7 +286,7 @@ def attention_page(trained_once, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_the_attention_page_shows_whom_a_token_looks_at(browser, attention_page, size):
+def test_the_attention_page_shows_which_tokens_a_token_attends_to(browser, attention_page, size):
     from selenium.webdriver import ActionChains
 
     open_page(browser, attention_page, size, dark=True)
@@ -299,5 +299,5 @@ def test_the_attention_page_shows_whom_a_token_looks_at(browser, attention_page,
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", first)
     ActionChains(browser).move_to_element(first).perform()
     # The first token can only look at itself.
-    assert browser.find_element("id", "figures").text.startswith('"d" looks at "d" 100.0%')
+    assert browser.find_element("id", "figures").text.startswith('"d" attends to "d" 100.0%')
     assert browser.execute_script("return document.documentElement.scrollWidth") <= size[0]

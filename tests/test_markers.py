@@ -1,4 +1,4 @@
-"""A test that is asked for by its marker runs or fails: it is never skipped in silence."""
+"""A test selected by its marker runs or fails: it is never skipped silently."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_plain(browser): ...
 
 
 @pytest.mark.parametrize("marker", ["faults", "pretrained", "browser", "gpu"])
-def test_what_cannot_run_fails_and_says_why(pytester, marker):
+def test_a_selected_test_that_cannot_run_fails_with_the_reason(pytester, marker):
     pytester.makeini((ROOT / ".pytest.ini").read_text().replace("= .", f"= {ROOT}"))
     pytester.makeconftest((ROOT / "tests/conftest.py").read_text())
     pytester.makepyfile(WAYS.replace("MARKER", marker))

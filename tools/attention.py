@@ -1,6 +1,7 @@
-"""See what each head looks at: `python -m tools.attention RUN --prompt "def f(x):"`.
+"""Show what each head attends to: `python -m tools.attention RUN --prompt "def f(x):"`.
 
-Writes one HTML file: a small map for every head, one enlarged, a token's row over the text.
+Writes one HTML file with a small map of every head, an enlarged one, and the weights of a token
+over the text.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import base64
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cli.command import run_command
 from cli.files import replace_file
-from cli.options import ConfigError, parse_options
+from cli.options import AT_LEAST_1, ConfigError, out_of_range, parse_options
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from torch import Tensor
@@ -20,27 +21,23 @@ if TYPE_CHECKING:  # torch is imported once the command line is known to be righ
     from data.tokenizer import Tokenizer
     from model.gpt import GPT
 
-USAGE = 'python -m tools.attention RUN --prompt="TEXT", as: ... out/small --prompt "def f(x):"'
+USAGE = 'python -m tools.attention RUN --prompt="TEXT" [--name=value ...]'
 TEMPLATE = "attention.html"
-STEPS = 65_535  # a weight is kept in 16 bits
+STEPS = 65_535  # weights are stored in 16 bits
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Which text, which checkpoint, where to."""
+    """Text, checkpoint and output file."""
 
-    prompt: Annotated[str, "text to look at"] = ""
-    tokens: Annotated[int, "most tokens shown, from the start of the text"] = 128
-    out: Annotated[str, "the file; RUN/attention.html unless given"] = ""
-    which: Annotated[str, "checkpoint: best, latest or a step; best if there is one"] = ""
+    prompt: Annotated[str, "text to show"] = ""
+    tokens: Annotated[int, "maximum number of tokens, from the start of the text"] = 128
+    out: Annotated[str, "HTML file to write; default: RUN/attention.html"] = ""
+    which: Annotated[str, "checkpoint: best, latest or a step; default: best if there is one"] = ""
 
     def problems(self) -> list[str]:
-        found = []
-        if not self.prompt:
-            found.append('prompt is empty: give a text, as --prompt "def f(x):"')
-        if self.tokens < 1:
-            found.append(f"tokens={self.tokens}: must be at least 1")
-        return found
+        found = [] if self.prompt else ['prompt is empty: give a text, as --prompt "def f(x):"']
+        return found + out_of_range("", self, {"tokens": AT_LEAST_1})
 
 
 def main(argv: list[str]) -> int:
@@ -60,16 +57,16 @@ def main(argv: list[str]) -> int:
     check_ids(ids, model.config.vocab_size, tokenizer)
     shown = ids[: min(options.tokens, model.config.context_length)]
     if not shown:
-        raise ConfigError(f"prompt={options.prompt!r}: no token in it")
+        raise ConfigError(f"prompt={options.prompt!r}: has no tokens")
     path = Path(options.out) if options.out else Path(run, "attention.html")
     replace_file(path, make_page(f"{run}: attention", model, tokenizer, shown))
     cut = f" (the first of {len(ids)})" if len(shown) < len(ids) else ""
-    print(f"{path}: {len(shown)} tokens{cut}, open it in a browser")
+    print(f"{path}: {len(shown)} tokens{cut}; open it in a browser")
     return 0
 
 
 def make_page(title: str, model: GPT, tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The page for one text. An invariant: ids fit the context."""
+    """Return the HTML page for these ids, which must fit the context."""
     import torch
 
     from model.inspect import attention_maps
@@ -77,46 +74,36 @@ def make_page(title: str, model: GPT, tokenizer: Tokenizer, ids: list[int]) -> s
     from training.report.page import fill_template
 
     maps = attention_maps(model, torch.tensor([ids]))[:, 0]  # (L, H, T, T)
+    figures = {"entropy": entropies(maps), "distance": distances(maps)}  # (L, H) each
     data = {
         "tokens": [token_text(tokenizer, token) for token in ids],
         "layers": maps.shape[0],
         "heads": maps.shape[1],
         "steps": STEPS,
         "weights": packed(maps),
-        "entropy": rounded(entropies(maps)),
-        "distance": rounded(distances(maps)),
     }
+    data |= {name: values.double().round(decimals=3).tolist() for name, values in figures.items()}
     return fill_template(Path(__file__).with_name(TEMPLATE), title, data)
 
 
 def entropies(maps: Tensor) -> Tensor:
-    """(L, H): how spread a head looks, in nats, the mean over positions; 0: at one alone."""
+    """Return each head's entropy in nats, averaged over positions, (L, H); 0: one token only."""
     terms = maps * maps.clamp(min=1e-30).log()  # 0 ln 0 is 0
     return -terms.sum(-1).mean(-1)
 
 
 def distances(maps: Tensor) -> Tensor:
-    """(L, H): how many tokens back a head looks, the mean over its weights and over positions."""
-    import torch
-
-    T = maps.shape[-1]
-    place = torch.arange(T, dtype=maps.dtype)
-    back = place[:, None] - place  # (T, T): t - s
-    return (maps * back.clamp(min=0)).sum(-1).mean(-1)
+    """Return how many tokens back each head attends on average, (L, H)."""
+    positions = maps.new_ones(maps.shape[-1]).cumsum(0)
+    back = positions[:, None] - positions  # (T, T): t - s
+    return (maps * back).sum(-1).mean(-1)  # weights of later tokens, where it is negative, are 0
 
 
 def packed(maps: Tensor) -> str:
-    """Weights (L, H, T, T) on and below the diagonal, row by row, as base64 of 16-bit integers."""
-    import torch
-
-    T = maps.shape[-1]
-    rows, columns = torch.tril_indices(T, T)
-    values = (maps[..., rows, columns] * STEPS).round().to(torch.int32).numpy()
+    """Encode the weights on and below the diagonal, row by row, as base64 of 16-bit integers."""
+    below = maps.new_ones(maps.shape[-2:]).tril().bool()
+    values = (maps[..., below] * STEPS).round().int().numpy()
     return base64.b64encode(values.astype("<u2").tobytes()).decode()
-
-
-def rounded(values: Tensor) -> list[list[Any]]:
-    return [[round(value, 3) for value in row] for row in values.tolist()]
 
 
 if __name__ == "__main__":
