@@ -1,16 +1,11 @@
-"""Train a GPT: `python train.py CONFIG [--name=value ...]`, or under torchrun on many ranks."""
+"""Train a GPT: `python train.py CONFIG [--name=value ...]`, or under torchrun on several ranks."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cli.command import ended_by_ctrl_c, run_command
 from training.config import load_config
-
-if TYPE_CHECKING:  # torch takes a second to import: a mistake in the config is told before
-    from training.run import Run
 
 
 def main(argv: list[str]) -> int:
@@ -21,69 +16,56 @@ def main(argv: list[str]) -> int:
     """
     config = load_config(argv)
 
+    # Importing torch takes a second, so a mistake in the options is reported before.
     with ended_by_ctrl_c():
-        from training import screen, startup
-        from training.checkpoint import Checkpoints
+        from training import messages, startup
         from training.console import Console
         from training.dataset import open_data
         from training.distributed import join_ranks
-        from training.resume import clear_folder, open_run, restore
-        from training.run import Run, make_loader, recording, saved_on_failure
+        from training.resume import checkpoints_of, open_run, restore, take_folder
+        from training.run import evaluation_is_due, is_finished, observed, saved_on_failure, train
         from training.signals import Interrupts
 
     with ExitStack() as stack:
         ranks = join_ranks(config.parallel.mode, config.parallel.timeout)
         stack.push(lambda kind, *_: ranks.close(failed=kind is not None))
-        console = Console(first=ranks.first, quiet=config.log.quiet)
+        console = Console(ranks.first, config.log.quiet)
 
+        # Whether to start or to resume, and on which data.
         config, checkpoint = open_run(config, ranks, stack, console)
         ranks.start(config.run.device)
         data = open_data(config, checkpoint, ranks, stack, console)
         config = startup.resolve(config, ranks, data.tokenizer.vocab_size, console)
-        screen.check_prompt(config, data.tokenizer)
+        messages.check_prompt(config, data)
         startup.prepare_process(config)
 
+        # What every step works on, and what changes from step to step.
         model = startup.build_model(config, ranks)
         setup = startup.build_setup(config, model, ranks, console)
         state = restore(config, checkpoint, setup, data, console)
-        loader = make_loader(config, data)
-        checkpoints = Checkpoints(Path(config.run.out_dir, "checkpoints"), console.print)
-        interrupts = Interrupts(announce=ranks.first)
-        run = Run(config, setup, data, loader, state, checkpoints, interrupts, console, argv)
-        if run.finished and not run.evaluation_is_due:
-            screen.say_finished(run)
+        checkpoints = checkpoints_of(config, console)
+        if is_finished(config, state) and not evaluation_is_due(config, state):
+            messages.say_finished(config, state, console)
             return 0
-        clear_folder(config, ranks, stack, console)
-        # Until here Ctrl-C ends at once: there is nothing to save.
-        with recording(run), interrupts, saved_on_failure(run):
-            screen.introduce(run)
-            train(run)
-        if run.stopping:
-            screen.say_stopped(run)
+        take_folder(config, ranks, stack, console)
+
+        # Up to here Ctrl-C ends the process at once: there is nothing to save.
+        interrupts = Interrupts(announce=ranks.first)
+        with (
+            observed(config, setup, data, state, argv, console) as observer,
+            interrupts,
+            saved_on_failure(config, setup, data, state, checkpoints, observer),
+        ):
+            if observer is not None:
+                messages.introduce(config, setup, data, state, observer.peak, console)
+            train(config, setup, data, state, checkpoints, interrupts, observer)
+
+        if interrupts.stopping:
+            messages.say_stopped(config, state, checkpoints, console)
             return interrupts.exit_code
         if ranks.first:
-            screen.say_result(run)
+            messages.say_result(config, setup, data, state, checkpoints, console)
         return 0
-
-
-def train(run: Run) -> None:
-    """The loop: evaluate, save, step, log, each when it is due, until done or asked to stop."""
-    from training.run import batches_from, log_step, run_evaluation, save, share_signal, take_step
-
-    with batches_from(run) as batches:
-        while True:
-            if run.evaluation_is_due:
-                run_evaluation(run)
-            if run.stopping or run.finished:
-                break
-            if run.checkpoint_is_due:
-                save(run)
-            take_step(run, batches)
-            if run.log_is_due:
-                log_step(run)
-    if run.stopping:
-        share_signal(run)
-    save(run)
 
 
 if __name__ == "__main__":

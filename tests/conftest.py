@@ -93,7 +93,7 @@ def train_tiny(tiny_argv) -> Callable[..., int]:
     from train import main
 
     def run(out_dir: Path, **options: object) -> int:
-        with mock.patch("training.screen.SAMPLE_TOKENS", 10):
+        with mock.patch("training.messages.SAMPLE_TOKENS", 10):
             return main(tiny_argv(out_dir, **options))
 
     return run

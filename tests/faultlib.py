@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import training.messages
+import training.observer
 import training.run
-import training.screen
 import training.startup
 from cli.command import run_command
 from train import main
@@ -65,8 +66,8 @@ def fork_command(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.set_num_threads(1)
         # Half the time of a tiny run, and no part of what is tested here.
-        training.run.peak_flops = lambda *arguments: None
-        training.screen.sample_text = lambda *arguments: ""
+        training.observer.peak_flops = lambda *arguments: None
+        training.messages.sample_text = lambda *arguments, **options: ""
         sys.argv = ["train.py", *argv]
         if before is not None:
             before()
@@ -168,6 +169,21 @@ def store_host() -> tuple[int, Callable[[], None]]:
             os.waitpid(pid, 0)
 
     return port, hang_up
+
+
+def around_steps(before: Callable | None = None, after: Callable | None = None) -> Callable:
+    """Return a take_step that calls before(state, setup), takes the step, and calls
+    after(state, setup): to be put in the place of training.run.take_step."""
+    inner = training.run.take_step
+
+    def take_step(config, setup, data, state, *more) -> None:
+        if before is not None:
+            before(state, setup)
+        inner(config, setup, data, state, *more)
+        if after is not None:
+            after(state, setup)
+
+    return take_step
 
 
 def train_ranks(world: int, argv: list[str], folder: Path, **options) -> None:

@@ -10,18 +10,18 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+    from faultlib import around_steps
+
     import training.run
     from cli.command import run_command
     from train import main
 
     victim, at = int(sys.argv.pop(1)), int(sys.argv.pop(1))
-    take_step = training.run.take_step
 
-    def dying(run, batches) -> None:
+    def dying(state, setup) -> None:
         first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if first_attempt and (run.setup.ranks.rank, run.state.step) == (victim, at):
+        if first_attempt and (setup.ranks.rank, state.step) == (victim, at):
             os.kill(os.getpid(), signal.SIGKILL)
-        take_step(run, batches)
 
-    training.run.take_step = dying
+    training.run.take_step = around_steps(before=dying)
     run_command(main)

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from data.config import DataConfig
+from training.advice import Adviser
 from training.config import Config, OptimConfig, ScheduleConfig
-from training.observer import Adviser
 
 VOCABULARY = 100
 GUESSING = math.log(VOCABULARY)  # 4.605
@@ -53,7 +53,7 @@ def test_a_short_run_is_given_its_warm_up_first():
 
 def test_guessing_is_explained_with_its_numbers():
     (_, text), *_ = adviser().see({"step": 100, "loss": 4.6}, 1000)
-    assert "4.60 after 100 steps" in text
+    assert "after 100 steps the loss is 4.60" in text
     assert "ln V = 4.61" in text
     assert "optim.lr=1e-09" in text
 
@@ -109,7 +109,7 @@ def test_text_that_will_be_read_more_than_four_times_is_told_at_the_start():
     assert asked.plan(40) == []
     (about, text), *rest = asked.plan(56)
     assert (about, rest) == ("repeating", [])
-    assert "56 steps read the text 5.6 times" in text
+    assert "56 steps are 5.6 epochs" in text
     assert asked.see({"step": 50, "loss": 3.0}, 56) == []  # it has been said
 
 
@@ -154,7 +154,7 @@ def test_a_real_run_hears_it_once_and_keeps_it_in_its_log(train_tiny, tmp_path, 
     # 2,142 characters in windows of 16 are 133; 8 windows a step: 80 steps are 4.8 epochs.
     options = {"max_steps": 80, "global_batch": 8, "eval_interval": 40, "checkpoint_interval": 40}
     assert train_tiny(tmp_path / "run", **options) == 0
-    assert capsys.readouterr().out.count("advice: 80 steps read the text 4.8 times") == 1
+    assert capsys.readouterr().out.count("advice: 80 steps are 4.8 epochs") == 1
     notes = (tmp_path / "run" / "metrics.jsonl").read_text().count('"about": "repeating"')
     assert notes == 1
     longer = {**options, "max_steps": 90, "resume": "must"}

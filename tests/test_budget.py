@@ -9,9 +9,10 @@ import pytest
 
 from cli.options import ConfigError
 from training import budget as budget_module
-from training.budget import UNFITTED, Budget, fitted, open_budget, steps_at
+from training.budget import Budget, fitted, open_budget, steps_at
 from training.checkpoint import TrainState, find_checkpoint
 from training.config import Config, RunConfig, ScheduleConfig, seconds_of
+from training.console import UNKNOWN_STEPS
 from training.optimizer import lr_factor
 
 
@@ -201,13 +202,13 @@ def test_the_warm_up_of_a_short_budget_is_one_step_at_least(steps):
 def test_the_warm_up_takes_a_tenth_at_most():
     config = Config(schedule=ScheduleConfig(warmup_steps=700), run=RunConfig(time_budget="1m"))
     assert fitted(config, 50).warmup_steps == 5
-    assert fitted(config, UNFITTED).warmup_steps == 700
+    assert fitted(config, UNKNOWN_STEPS).warmup_steps == 700
     assert fitted(Config(schedule=ScheduleConfig(warmup_steps=700)), 50).warmup_steps == 700
 
 
 def test_the_length_at_a_step_is_that_of_the_last_fit_before():
     fits = [(5, 100), (20, 90)]
-    assert [steps_at(fits, step) for step in (4, 5, 19, 20)] == [UNFITTED, 100, 100, 90]
+    assert [steps_at(fits, step) for step in (4, 5, 19, 20)] == [UNKNOWN_STEPS, 100, 100, 90]
 
 
 # Real runs
@@ -232,7 +233,7 @@ def timed(monkeypatch):
 def test_a_run_is_repeated_exactly_from_its_fits(train_tiny, tmp_path, timed, capsys):
     first, again = tmp_path / "first", tmp_path / "again"
     assert train_tiny(first, time_budget="2s", **OPTIONS) == 0
-    assert "steps: as many as fit into 2s, of 4 x 16 = 64 tokens" in capsys.readouterr().out
+    assert "training: as many steps as fit into 2s, 4 x 16 = 64 " in capsys.readouterr().out
     state = find_checkpoint(first, "latest").state
     assert len(state.fits) > 1
     assert state.step == state.fits[-1][1] > 3  # max_steps has no say

@@ -11,7 +11,8 @@ import pytest
 from data.config import DataConfig
 from model.config import ModelConfig
 from model.gpt import GPT
-from training import screen
+from training import messages
+from training.checkpoint import TrainState
 from training.config import Config, ParallelConfig, RunConfig
 from training.console import (
     GREEN,
@@ -192,7 +193,7 @@ def test_no_colours_in_a_file(monkeypatch):
 # The first screen
 
 
-def run_of(peak: float | None, **options) -> SimpleNamespace:
+def run_of(peak: float | None, **options) -> tuple:
     model = ModelConfig(n_layers=1, n_heads=1, d_model=8, context_length=4).resolved(10)
     config = Config(
         model=model,
@@ -202,39 +203,38 @@ def run_of(peak: float | None, **options) -> SimpleNamespace:
     )
     ranks = Ranks()
     setup = SimpleNamespace(model=GPT(model), ranks=ranks)
-    state = SimpleNamespace(step=10)
-    return SimpleNamespace(config=config, setup=setup, peak=peak, state=state, max_steps=110)
+    return config, setup, TrainState(step=10), peak
 
 
 def test_the_estimate_of_time_by_hand():
-    run = run_of(None)
-    flops = run.setup.model.flops_per_token(4)
-    # 100 steps of 8 tokens; at half of a peak of 10 tokens a second, 160 s
-    run.peak = 10.0 * flops
-    assert screen.estimated_time(run) == "2:40 at 50% of the peak"
-    run.setup.ranks.world = 2
-    assert screen.estimated_time(run) == "1:20 at 50% of the peak"
+    config, setup, state, _ = run_of(None)
+    # 100 steps of 8 tokens; at half of a peak of 10 tokens per second, 160 s
+    peak = 10.0 * setup.model.flops_per_token(4)
+    assert messages.estimated_time(config, setup, state, peak) == "2:40 at 50% of peak FLOP/s"
+    setup.ranks.world = 2
+    assert messages.estimated_time(config, setup, state, peak) == "1:20 at 50% of peak FLOP/s"
 
 
 def test_without_a_peak_no_time_is_made_up():
-    assert screen.estimated_time(run_of(None)) == "time unknown before the first steps"
-    assert screen.estimated_time(run_of(1e12, time_budget="10m")) == "10m of time"
+    assert messages.estimated_time(*run_of(None)) == "time unknown before the first steps"
+    assert messages.estimated_time(*run_of(1e12, time_budget="10m")) == "10m of time"
 
 
 def test_the_estimate_of_memory_is_the_planners():
-    run = run_of(1e12)
-    expected = estimate_memory(run.config, model=run.setup.model).peak / 1e9
-    assert screen.estimated_memory(run) == f"{expected:.2f} GB of memory"
+    config, setup, *_ = run_of(None)
+    expected = estimate_memory(config, model=setup.model).peak / 1e9
+    assert messages.estimated_memory(config, setup) == f"{expected:.2f} GB of memory"
 
 
 def test_five_lines_say_what_will_happen(train_tiny, tmp_path, capsys):
     assert train_tiny(tmp_path / "run", max_steps=4) == 0
     lines = capsys.readouterr().out.partition("step 1/4")[0].splitlines()
     heads = [line.partition(" ")[0] for line in lines if not line.startswith("prepared")]
-    assert heads == ["device", "model:", "data:", "steps:", "estimate:"]
-    steps = lines[-2]
+    assert heads == ["device", "model:", "data:", "training:", "estimate:"]
     # 4 steps of 4 windows of the 133 in the text
-    assert "4 of 4 x 16 = 64 tokens in 2 micro-batches, 0.12 epochs, adamw" in steps
+    assert (
+        "4 steps, 0.12 epochs, 4 x 16 = 64 tokens per step in 2 micro-batches, adamw" in lines[-2]
+    )
 
 
 def test_a_quiet_run_says_none_of_it(train_tiny, tmp_path, capsys):

@@ -12,10 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-from faultlib import Job, Shared, ended, fork_command, train, wait_for
+from faultlib import Job, Shared, around_steps, ended, fork_command, train, wait_for
 
 import training.distributed
 import training.evaluate
+import training.observer
 import training.run
 from cli.options import ConfigError
 from training.checkpoint import Checkpoints
@@ -114,7 +115,7 @@ def slow_first_rank(owner: object, name: str, call: int, seconds: float):
 # The second evaluation is no better than the first, so nothing is saved after it.
 NOT_BEST = {"lr": 1e-20, "max_steps": 12, "checkpoint_interval": 99}
 ALONE = {  # what is slow, in which call, and options by which nothing else is due at that step
-    "beginning": (training.run, "RunLogger", 0, {}),
+    "beginning": (training.observer, "RunLogger", 0, {}),
     "log": (RunLogger, "log", 0, {}),
     "evaluation that fits one block": (training.evaluate, "_score", 0, {}),
     "report": (Observer, "evaluated", 1, NOT_BEST),
@@ -293,15 +294,12 @@ def test_a_bug_on_one_rank_keeps_its_traceback_and_the_others_lose_that_rank(
 
 
 def test_a_killed_rank_is_named_with_the_step(tiny_argv, tmp_path):
+    def dying(state, setup) -> None:
+        if state.step == 3 and setup.ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def patch() -> None:
-        take_step = training.run.take_step
-
-        def dying(run, batches) -> None:
-            if run.state.step == 3 and run.setup.ranks.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            take_step(run, batches)
-
-        training.run.take_step = dying
+        training.run.take_step = around_steps(before=dying)
 
     job = Job(2, tiny_argv(tmp_path / "run", timeout=20), tmp_path, before=patch)
     assert job.wait() == [7, -signal.SIGKILL]

@@ -99,18 +99,14 @@ def stop_after(step: int, rank: int = 0):
     """A hook: the rank is sent SIGTERM in the middle of update number `step`."""
 
     def patch() -> None:
-        take_step = training.run.take_step
+        train_step = training.run.train_step
 
-        def asked(run, batches):
-            if run.state.step == step - 1 and run.setup.ranks.rank == rank:
+        def asked(setup, batches, number, n_targets):
+            if number == step - 1 and setup.ranks.rank == rank:
                 os.kill(os.getpid(), signal.SIGTERM)
-                run.interrupts.signal = None  # heard within the step, not before it
-                take_step(run, batches)
-                run.interrupts.signal = signal.SIGTERM
-            else:
-                take_step(run, batches)
+            return train_step(setup, batches, number, n_targets)
 
-        training.run.take_step = asked
+        training.run.train_step = asked
 
     return patch
 

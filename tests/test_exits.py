@@ -12,8 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
-from faultlib import Job, bits, ended, fork, leftovers, train, verified
+from faultlib import Job, around_steps, bits, ended, fork, leftovers, train, verified
 
+import training.advice
 import training.checkpoint
 import training.console
 import training.logger
@@ -40,12 +41,10 @@ def plain(train_tiny, tmp_path_factory) -> Path:
 def failing_at(step: int, owner, name: str, error: BaseException, monkeypatch, late=False) -> None:
     """Let owner.name raise in update `step`, before or after it has done its work."""
     inner = getattr(owner, name)
-    taken = training.run.take_step
     now = [0]
 
-    def take_step(run, batches):
-        now[0] = run.state.step + 1
-        return taken(run, batches)
+    def note(state, setup):
+        now[0] = state.step + 1
 
     def failing(*args, **options):
         if now[0] != step:
@@ -54,7 +53,7 @@ def failing_at(step: int, owner, name: str, error: BaseException, monkeypatch, l
             inner(*args, **options)
         raise error
 
-    monkeypatch.setattr(training.run, "take_step", take_step)
+    monkeypatch.setattr(training.run, "take_step", around_steps(before=note))
     monkeypatch.setattr(owner, name, failing)
 
 
@@ -66,7 +65,7 @@ BESIDE = {
     "a lost rank": (training.step, "sum_over_ranks", LostRank("rank 1 is gone"), 4),
     "the log": (training.logger.RunLogger, "event", OSError(errno.ENOSPC, "full"), 5),
     "the bar": (training.console.Console, "advance", OSError(errno.EIO, "gone"), 5),
-    "the advice": (training.observer.Observer, "logged", KeyError("a bug"), 5),
+    "the advice": (training.advice.Adviser, "see", KeyError("a bug"), 5),
 }
 
 
@@ -79,7 +78,7 @@ def test_what_does_not_doubt_the_weights_saves_and_is_then_raised(
         train_tiny(tmp_path / "run", **ALONE)
     assert raised.value is error
     assert verified(tmp_path / "run") == [step]
-    assert f"step {step} is saved" in capsys.readouterr().out
+    assert f"step {step} was saved" in capsys.readouterr().out
     assert train_tiny(tmp_path / "run", **ALONE) == 0
     assert bits(tmp_path / "run", 8) == bits(plain, 8)
 
@@ -111,7 +110,7 @@ def test_a_save_that_failed_is_not_tried_again(train_tiny, tmp_path, monkeypatch
         tried.append(args)
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(training.checkpoint.Checkpoints, "save", full)
+    monkeypatch.setattr(training.checkpoint, "write_file", full)
     with pytest.raises(OSError, match="full"):
         train_tiny(tmp_path / "run", **{**ALONE, "checkpoint_interval": 2})
     assert len(tried) == 1
@@ -127,7 +126,7 @@ def test_a_save_that_fails_on_the_way_out_hides_nothing(train_tiny, tmp_path, mo
     with pytest.raises(RuntimeError) as raised:
         train_tiny(tmp_path / "run", **ALONE)
     assert raised.value is error
-    assert "step 4 could not be saved" in capsys.readouterr().out
+    assert "step 4 was not saved: " in capsys.readouterr().out
 
 
 def test_before_the_first_update_nothing_is_saved(train_tiny, tmp_path, monkeypatch):
@@ -142,15 +141,12 @@ def test_a_rank_that_fails_alone(rank, tiny_argv, tmp_path, plain):
     """Rank 0 saves whether it fails itself or loses the other; nobody waits for long."""
     argv = tiny_argv(tmp_path / "run", **ALONE, micro_batch=1, timeout=60)
 
+    def fail(state, setup):
+        if state.step == 4 and setup.ranks.rank == rank:
+            raise ZeroDivisionError("this rank alone")
+
     def patch() -> None:
-        inner = training.run.take_step
-
-        def take_step(run, batches):
-            if run.state.step == 4 and run.setup.ranks.rank == rank:
-                raise ZeroDivisionError("this rank alone")
-            inner(run, batches)
-
-        training.run.take_step = take_step
+        training.run.take_step = around_steps(before=fail)
 
     job = Job(2, argv, tmp_path / "logs", before=patch)
     codes = job.wait(limit=40)
@@ -164,22 +160,17 @@ def test_a_rank_that_fails_alone(rank, tiny_argv, tmp_path, plain):
 def test_an_update_that_is_not_finite_is_never_saved(where, train_tiny, tmp_path, plain):
     """The run ends with 4; the same command goes on from the checkpoint before."""
 
-    def spoil(run) -> None:
-        tensors = run.setup.optimizers.state_tensors() if where == "optimizer" else None
-        tensors = tensors or dict(run.setup.model.named_parameters())
-        with torch.no_grad():
-            next(t for t in tensors.values() if t.dim() == 2)[0, 0] = math.inf
-
-    inner = training.run.take_step
-
-    def take_step(run, batches):
-        inner(run, batches)
-        if run.state.step == 6:
-            spoil(run)
+    def spoil(state, setup) -> None:
+        tensors = dict(setup.model.named_parameters())
+        if where == "optimizer":
+            tensors = setup.optimizers.state_tensors()
+        if state.step == 6:
+            with torch.no_grad():
+                next(t for t in tensors.values() if t.dim() == 2)[0, 0] = math.inf
 
     options = {**ALONE, "checkpoint_interval": 2}
     bad = pytest.raises(training.step.NonFinite, match="step 6: ")
-    with mock.patch("training.run.take_step", take_step), bad as raised:
+    with mock.patch("training.run.take_step", around_steps(after=spoil)), bad as raised:
         train_tiny(tmp_path / "run", **options)
     assert raised.value.exit_code == 4
     assert verified(tmp_path / "run") == [2, 4]
@@ -227,17 +218,14 @@ def test_a_terminal_that_is_closed(ignored, tiny_argv, tmp_path, plain):
     """SIGHUP and a stdout that fails: saved, and 129; under nohup it goes on to the end."""
     argv = tiny_argv(tmp_path / "run", **ALONE)
 
+    def hang_up(state, setup):
+        if state.step == 4:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+            os.kill(os.getpid(), signal.SIGHUP)
+
     def patch() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-        inner = training.run.take_step
-
-        def take_step(run, batches):
-            if run.state.step == 4:
-                os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-                os.kill(os.getpid(), signal.SIGHUP)
-            inner(run, batches)
-
-        training.run.take_step = take_step
+        training.run.take_step = around_steps(before=hang_up)
 
     assert train(argv, before=patch) == (0 if ignored else 128 + signal.SIGHUP)
     if not ignored:

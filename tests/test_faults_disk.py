@@ -103,7 +103,7 @@ def test_no_space_for_a_small_file(owner, tiny_argv, tmp_path):
         if owner == "log":
             training.logger.json.dumps = full
         elif owner == "run.json":
-            training.run.replace_file = full
+            training.folder.replace_file = full
         else:
             training.checkpoint.replace_file = full
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from faultlib import Shared, bits, ended, fork, leftovers, train, verified, wait_for
+from faultlib import Shared, around_steps, bits, ended, fork, leftovers, train, verified, wait_for
 
 import training.checkpoint
 import training.run
@@ -25,12 +25,13 @@ def telling(shared: Shared):
     """A hook: the child tells how far it is and whether it is saving."""
 
     def patch() -> None:
-        take_step, save = training.run.take_step, training.checkpoint.Checkpoints.save
+        save = training.checkpoint.Checkpoints.save
 
-        def tell_step(run, batches) -> None:
+        def begun(state, setup) -> None:
             shared[BEGAN] = 1
-            take_step(run, batches)
-            shared[STEP] = run.state.step
+
+        def done(state, setup) -> None:
+            shared[STEP] = state.step
 
         def tell_save(*args) -> bool:
             shared[SAVES] += 1
@@ -40,7 +41,7 @@ def telling(shared: Shared):
             finally:
                 shared[SAVING], shared[SAVE_SECONDS] = 0, time.monotonic() - began
 
-        training.run.take_step = tell_step
+        training.run.take_step = around_steps(begun, done)
         training.checkpoint.Checkpoints.save = tell_save
 
     return patch

@@ -12,7 +12,18 @@ import sys
 import time
 
 import pytest
-from faultlib import ROOT, Job, Shared, bits, ended, train, train_ranks, verified, wait_for
+from faultlib import (
+    ROOT,
+    Job,
+    Shared,
+    around_steps,
+    bits,
+    ended,
+    train,
+    train_ranks,
+    verified,
+    wait_for,
+)
 
 import training.run
 
@@ -51,16 +62,13 @@ def test_a_random_rank_killed_under_torchrun_is_started_again(jobs, tiny_argv, t
 def stopping(shared: Shared, victim: int, at: int):
     """A hook: the victim stops itself (SIGSTOP) before update `at` + 1 and says when."""
 
+    def stop(state, setup) -> None:
+        if (setup.ranks.rank, state.step) == (victim, at):
+            shared[0] = time.monotonic()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
     def patch() -> None:
-        take_step = training.run.take_step
-
-        def stop(run, batches) -> None:
-            if (run.setup.ranks.rank, run.state.step) == (victim, at):
-                shared[0] = time.monotonic()
-                os.kill(os.getpid(), signal.SIGSTOP)
-            take_step(run, batches)
-
-        training.run.take_step = stop
+        training.run.take_step = around_steps(before=stop)
 
     return patch
 

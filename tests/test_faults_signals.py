@@ -8,7 +8,7 @@ import time
 from itertools import product
 
 import pytest
-from faultlib import Job, Shared, bits, ended, fork, leftovers, train, verified
+from faultlib import Job, Shared, around_steps, bits, ended, fork, leftovers, train, verified
 
 import data.loader
 import training.checkpoint
@@ -28,13 +28,13 @@ def sending(name: str, moment: str, who: str, shared: Shared):
     """A hook: at the given moment around step 6 this process sends itself the signal, once."""
 
     def patch() -> None:
-        run_of: list[training.run.Run] = []
+        now: list = []  # state and setup
         sent: list[int] = []
 
         def send() -> None:
-            if sent or not run_of or run_of[0].state.step < AT - 1:
+            if sent or not now or now[0].step < AT - 1:
                 return
-            if who == WHO[1] and run_of[0].setup.ranks.first:
+            if who == WHO[1] and now[1].ranks.first:
                 return
             sent.append(getattr(signal, name))
             shared[SENT] = shared[SENT] or time.monotonic()
@@ -44,14 +44,13 @@ def sending(name: str, moment: str, who: str, shared: Shared):
             original = getattr(owner, attribute)
             setattr(owner, attribute, lambda *a, **k: (do(*a), original(*a, **k))[1])
 
-        take_step = training.run.take_step
+        def note(state, setup) -> None:
+            now[:] = [state, setup]
 
-        def tell(run, batches) -> None:
-            run_of[:] = [run]
-            take_step(run, batches)
-            shared[DONE] = run.state.step
+        def tell(state, setup) -> None:
+            shared[DONE] = state.step
 
-        training.run.take_step = tell
+        training.run.take_step = around_steps(note, tell)
         if moment == "step":
             before(training.run, "train_step", lambda *a: send())
         elif moment == "evaluation":

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from faultlib import Shared, ended, fork, fork_command, train, wait_for
+from faultlib import Shared, around_steps, ended, fork, fork_command, train, wait_for
 
 import training.run
 from cli.files import warn_once
@@ -78,16 +78,13 @@ def test_any_other_error_of_a_lock_is_raised(tmp_path, monkeypatch):
 def test_a_second_training_stops_at_once_and_the_first_continues(tiny_argv, tmp_path):
     shared, argv = Shared(), tiny_argv(tmp_path / "run")
 
+    def waiting(state, setup) -> None:
+        shared[0] = state.step
+        while state.step == 2 and not shared[1]:
+            time.sleep(0.001)
+
     def patch() -> None:
-        take_step = training.run.take_step
-
-        def waiting(run, batches) -> None:
-            shared[0] = run.state.step
-            while run.state.step == 2 and not shared[1]:
-                time.sleep(0.001)
-            take_step(run, batches)
-
-        training.run.take_step = waiting
+        training.run.take_step = around_steps(before=waiting)
 
     first = fork(argv, before=patch)
     wait_for(lambda: shared[0] == 2, pid=first)

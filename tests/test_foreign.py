@@ -47,7 +47,7 @@ from tools.evaluate import EvaluateOptions, read_ids, score
 from tools.export import __main__ as export
 from tools.export.huggingface import export_huggingface
 from training.metrics import read_metrics
-from training.observer import token_text
+from training.snapshot import token_text
 from training.weights import find_weights
 
 TEXT = "def main(argv):\n    return argv\n\nclass Name:\n    pass\n" * 30
@@ -523,7 +523,7 @@ def test_a_run_started_from_another_takes_its_tokenizer_and_resumes(
 ):
     import train
 
-    monkeypatch.setattr("training.screen.SAMPLE_TOKENS", 10)
+    monkeypatch.setattr("training.messages.SAMPLE_TOKENS", 10)
     run, name = own_run
     plain, out = tmp_path / "plain.py", tmp_path / "tuned"
     plain.write_text("from training.config import Config\nconfig = Config()\n")

@@ -121,7 +121,7 @@ def stub(monkeypatch):
 
 def with_wandb(folder: Path, run_id: str | None = None) -> str | None:
     log = RunLogger(folder, Console())
-    found = log.start_wandb(folder, "project", {"run": {"seed": 1}}, run_id)
+    found = log.start_wandb("project", {"run": {"seed": 1}}, run_id)
     log.log(1, loss=2.0, mfu=None)
     log.log(2, loss=1.0)
     log.close()
@@ -145,7 +145,7 @@ def test_wandb_gets_the_samples_as_one_table(tmp_path, stub):
     wandb.Table = lambda columns, data: (columns, list(data))
     log = RunLogger(tmp_path, Console())
     log.log_sample(0, "a", "nobody looks")
-    log.start_wandb(tmp_path, "project", {}, None)
+    log.start_wandb("project", {}, None)
     log.log_sample(5, "a", "abc")
     log.log_sample(9, "a", "abd")
     log.close()
@@ -164,9 +164,9 @@ def test_a_resumed_run_is_the_same_one_at_wandb(tmp_path, stub):
 
 def test_a_run_killed_before_its_first_checkpoint_is_the_same_one_at_wandb(tmp_path, stub):
     wandb = stub()
-    RunLogger(tmp_path, Console()).start_wandb(tmp_path, "project", {}, None)  # killed here
+    RunLogger(tmp_path, Console()).start_wandb("project", {}, None)  # killed here
     log = RunLogger(tmp_path, Console())
-    assert log.start_wandb(tmp_path, "project", {}, None) == "fresh-id"
+    assert log.start_wandb("project", {}, None) == "fresh-id"
     log.close()
     assert [asked["id"] for asked in wandb.asked] == [None, "fresh-id"]
     assert with_wandb(tmp_path, "of-a-checkpoint") == "of-a-checkpoint"
@@ -186,7 +186,7 @@ def test_a_failing_wandb_is_said_once_and_the_run_goes_on(tmp_path, stub, capsys
     said = [line for line in capsys.readouterr().out.splitlines() if "wandb" in line]
     assert len(said) == 1
     assert said[0].startswith("warning: wandb")
-    assert "going on without it" in said[0]
+    assert "continuing without it" in said[0]
     assert "more about it" not in said[0]
 
 

@@ -277,12 +277,12 @@ MEASURE = """
 import contextlib, io, os, sys
 sys.path.insert(0, "tests")
 import numpy, safetensors.torch, tokenizers, tiktoken, torch, tqdm
-import test_plan, train, data.prepare, training.run, training.screen, training.startup
+import test_plan, train, data.prepare, training.run, training.messages, training.startup
 from model.layers import MLPS
 from training.config import from_json
 from training.memory import estimate_memory
 
-training.screen.SAMPLE_TOKENS = 2
+training.messages.SAMPLE_TOKENS = 2
 
 def resident(name):
     lines = open("/proc/self/status").read().splitlines()

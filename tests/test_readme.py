@@ -112,6 +112,7 @@ def test_the_expected_output_is_what_a_run_prints(train_tiny, tmp_path, capsys):
     block = next(b for b in README.split("```") if b.startswith("\nprepared "))
     told = block.partition("\n\n")[0].split("\n")[1:]
     options = {"optimizer": "muon", "sample_prompt": "def ", "prepared_dir": tmp_path / "data"}
+    options["micro_batch"] = 4  # the whole batch, as in config/small.py
     capsys.readouterr()
     assert train_tiny(tmp_path / "run", **options) == 0
     printed = capsys.readouterr().out.splitlines()

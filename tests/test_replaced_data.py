@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+from faultlib import around_steps
 
 from cli.options import ConfigError
 from data.meta import DamagedData, read_meta
 from data.prepare import main as prepare_command
 from training import dataset
-from training import run as training_run
 from training.checkpoint import Checkpoints, find_checkpoint
 from training.metrics import read_metrics
 
@@ -51,15 +51,14 @@ def at_step(monkeypatch):
     """at_step(3, action): call `action` once, in the middle of a run, before that step."""
 
     def at_step(step: int, action) -> None:
-        take_step, done = training_run.take_step, []
+        done = []
 
-        def acting(run, batches):
-            if run.state.step == step and not done:
+        def acting(state, setup):
+            if state.step == step and not done:
                 done.append(True)
                 action()
-            take_step(run, batches)
 
-        monkeypatch.setattr(training_run, "take_step", acting)
+        monkeypatch.setattr("training.run.take_step", around_steps(before=acting))
 
     return at_step
 

@@ -25,8 +25,8 @@ from tools import attention
 from tools import report as report_tool
 from training.config import Config
 from training.device import Precision
+from training.logger import append_line, command_line
 from training.metrics import STEP_MARK, parse_line, read_entries, read_lines, read_spread
-from training.observer import append_snapshot, command_line, sample_text, scored_passage, token_text
 from training.report.history import (
     MOST_SNAPSHOTS,
     READ,
@@ -36,6 +36,7 @@ from training.report.history import (
     smoothed,
 )
 from training.report.page import fill_template, page_data, try_report, write_report
+from training.snapshot import sample_text, scored_passage, token_text
 from training.weights import find_weights
 
 
@@ -89,7 +90,7 @@ def test_tokens_and_seconds_by_hand(tmp_path, counted):
     folder = write_run(tmp_path / "run", steps=0)
     history, seen = read_history(folder), []
     for line in lines:
-        append_snapshot(folder / "metrics.jsonl", line)
+        append_line(folder / "metrics.jsonl", line)
         history.update()
         last = (history.validation if "val_loss" in line else history.training).last
         seen.append((last["step"], last["tokens"] / per_step, last["seconds"]))
@@ -149,12 +150,12 @@ def test_a_long_log_is_thinned_as_it_is_read_and_keeps_its_spikes(long_history):
 
 def test_resuming_from_an_earlier_step_drops_what_came_after(long_history, tmp_path):
     long_history.update()
-    append_snapshot(tmp_path / "metrics.jsonl", {"step": 5000, "attempt": 2, "start": {}})
+    append_line(tmp_path / "metrics.jsonl", {"step": 5000, "attempt": 2, "start": {}})
     long_history.update()
     assert 4900 < long_history.last_step <= 5000
-    append_snapshot(tmp_path / "metrics.jsonl", {"step": 4000, "attempt": 2, "loss": 1.0})
-    append_snapshot(tmp_path / "metrics.jsonl", {"step": 4000, "attempt": 2, "val_loss": 2.0})
-    append_snapshot(tmp_path / "snapshots.jsonl", {"step": 4000, "attempt": 2, "sample": "new"})
+    append_line(tmp_path / "metrics.jsonl", {"step": 4000, "attempt": 2, "loss": 1.0})
+    append_line(tmp_path / "metrics.jsonl", {"step": 4000, "attempt": 2, "val_loss": 2.0})
+    append_line(tmp_path / "snapshots.jsonl", {"step": 4000, "attempt": 2, "sample": "new"})
     long_history.update()
     assert long_history.last_step == 4000
     *earlier, last = long_history.training.entries
@@ -285,7 +286,7 @@ def test_reading_ends_if_the_log_is_truncated_meanwhile(tmp_path, monkeypatch):
 
 def test_some_of_many_snapshots_are_read_and_none_that_were_redone(tmp_path, parsed):
     folder = write_run(tmp_path / "run", steps=0)
-    append_snapshot(folder / "metrics.jsonl", {"step": 600, "attempt": 2, "start": {}})
+    append_line(folder / "metrics.jsonl", {"step": 600, "attempt": 2, "start": {}})
     with (folder / "snapshots.jsonl").open("w") as file:
         for attempt, first, last in [(1, 1, 900), (2, 800, 2000)]:
             for step in range(first, last + 1):
@@ -301,7 +302,7 @@ def test_one_slow_step_does_not_count_for_lines_that_were_not_read(tmp_path):
     folder = write_run(tmp_path / "run", steps=0)
     for step, time, speed in [(10, 100.0, 512.0), (1010, 1090.0, 0.1)]:
         entry = {"step": step, "time": time, "loss": 1.0, "tokens_per_second": speed}
-        append_snapshot(folder / "metrics.jsonl", entry)
+        append_line(folder / "metrics.jsonl", entry)
     assert read_history(folder).training.last["seconds"] == pytest.approx(10 + 990, abs=1)
 
 
@@ -364,7 +365,7 @@ def test_the_page_of_a_long_run_is_small(tmp_path):
     passage = [["token", 1.234, [["guess", 0.1234]] * 5]] * 160
     for step in range(MOST_SNAPSHOTS):
         entry = {"step": step, "attempt": 1, "prompt": "", "sample": "x" * 500, "passage": passage}
-        append_snapshot(folder / "snapshots.jsonl", entry)
+        append_line(folder / "snapshots.jsonl", entry)
     page = write_report([read_history(folder)], folder / "report.html")
     assert len(data_of(page)["passage"]["snapshots"]) == MOST_SNAPSHOTS
     assert page.stat().st_size < 350_000
@@ -514,7 +515,7 @@ def test_a_run_continues_if_its_report_fails(train_tiny, tmp_path, monkeypatch, 
     def fail(*args, **options):
         raise RuntimeError("no memory\nat all")
 
-    monkeypatch.setattr("training.observer.append_snapshot", fail)
+    monkeypatch.setattr("training.observer.append_line", fail)
     monkeypatch.setattr("training.report.page.page_data", fail)
     assert train_tiny(tmp_path / "run", report=True) == 0
     out = capsys.readouterr().out
@@ -603,10 +604,10 @@ def test_a_token_that_is_not_text_is_shown_as_bytes(trained_once):
 
 def test_a_torn_snapshot_is_skipped(tmp_path):
     path = tmp_path / "snapshots.jsonl"
-    append_snapshot(path, {"step": 1, "sample": "a"})
+    append_line(path, {"step": 1, "sample": "a"})
     with path.open("a") as file:
         file.write('{"step": 2, "samp')
-    append_snapshot(path, {"step": 3, "sample": "\ud800"})  # half of a pair: no UTF-8 has it
+    append_line(path, {"step": 3, "sample": "\ud800"})  # half of a pair: no UTF-8 has it
     assert [entry["step"] for entry in read_lines(path)] == [1, 3]
 
 

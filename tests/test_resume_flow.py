@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -12,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from faultlib import bits
+from faultlib import around_steps, bits
 from safetensors.torch import load_file
 
 import train
@@ -33,15 +34,12 @@ def killed_at(train_tiny, monkeypatch):
     """killed_at(step, out_dir, ...): train, and be killed once `step` updates are done."""
 
     def run(step: int, out_dir: Path, **options) -> None:
-        inner = run_module.take_step
-
-        def take_step(run, batches):
-            if run.state.step == step:
+        def kill(state, setup):
+            if state.step == step:
                 raise Killed
-            inner(run, batches)
 
         with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(run_module, "take_step", take_step)
+            patch.setattr("training.run.take_step", around_steps(before=kill))
             train_tiny(out_dir, **options)
 
     return run
@@ -268,7 +266,7 @@ def start_tiny(tiny_argv):
         path.write_text(
             "from training.config import *\n" + f"config = with_values(Config(), {values!r})\n"
         )
-        with mock.patch("training.screen.SAMPLE_TOKENS", 10):
+        with mock.patch("training.messages.SAMPLE_TOKENS", 10):
             return train.main([str(path), *typed])
 
     return start
@@ -322,7 +320,7 @@ def test_a_longer_time_budget_resumes_a_finished_run(start_tiny, tmp_path, capsy
     assert start_tiny(run) == 0
     out = capsys.readouterr().out
     assert f"is finished at step {steps}" in out
-    advised = re.search(r"--time_budget=\S+", out.rpartition("to train on")[2])[0]
+    advised = re.search(r"--time_budget=\S+", out.rpartition("to train longer")[2])[0]
     assert start_tiny(run, advised) == 0
     assert json.loads(find_state(run).read_text())["step"] > steps
 
@@ -390,11 +388,11 @@ def test_a_checkpoint_of_no_step_is_resumed_or_moved_aside_for_other_settings(
 ):
     run = tmp_path / "run"
 
-    def take_no_step(run, batches):
-        run.stopping, run.interrupts.signal = True, signal.SIGTERM
+    def ask(state, setup):
+        os.kill(os.getpid(), signal.SIGTERM)  # before the first step, which is then not taken
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "take_step", take_no_step)
+        patch.setattr("training.run.take_step", around_steps(before=ask))
         assert start_tiny(run, "--max_steps=4") == 128 + signal.SIGTERM
     assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-0"]
     kept = shutil.copytree(run, tmp_path / "kept")

@@ -115,7 +115,7 @@ def optimizer_steps(folder: Path, step: int) -> set[float]:
 def finetune(tiny_argv, trained, tmp_path, monkeypatch):
     """finetune(...): a run in tmp_path/fine that starts from the tiny run's weights. The model is
     left to the weights, as in a config that says nothing about it."""
-    monkeypatch.setattr("training.screen.SAMPLE_TOKENS", 10)
+    monkeypatch.setattr("training.messages.SAMPLE_TOKENS", 10)
 
     def run(init_from: Path = trained, **options) -> int:
         options = {"init_from": init_from, "max_steps": 2, **options}

@@ -169,13 +169,13 @@ def test_it_introduces_itself_and_ends_with_what_to_type_next(train_tiny, tmp_pa
     out = capsys.readouterr().out
     assert "device cpu, float32 (as set), 1 thread, attention sdpa" in out
     assert "parameters, 1 layers of width 16, vocabulary 24" in out
-    assert "steps: 4 of 4 x 16 = 64 tokens in 2 micro-batches" in out
+    assert "training: 4 steps, 0.12 epochs, 4 x 16 = 64 tokens per step in 2 micro-batches" in out
     assert "step 4/4: loss" in out
     assert f"saved {folder}/checkpoints/step-4" in out
     ending = out.partition("finished at step 4: all steps done; validation loss ")[2]
     assert f"checkpoint: {folder}/checkpoints/step-4" in ending
-    assert "a sample of it, from 'def f':\n\ndef f" in ending
-    typed = shlex.split(ending.partition("more: python ")[2])
+    assert "sample (prompt: 'def f'):\n\ndef f" in ending
+    typed = shlex.split(ending.partition("to generate more: python ")[2])
     assert typed == ["sample.py", str(folder), "--prompt", "def f"]
     sample.main([*typed[1:], "--max_new_tokens=4"])
     assert capsys.readouterr().out.startswith("def f")
@@ -186,10 +186,10 @@ def test_quiet_leaves_warnings_and_the_result(train_tiny, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert "\nfinished at step 4: all steps done" in "\n" + out
     assert "checkpoint: " in out
-    assert "a sample of it" in out
-    assert "more: python sample.py" in out
+    assert "sample (prompt: " in out
+    assert "to generate more: python sample.py" in out
     assert err == ""
-    chatter = ("device", "model:", "data:", "steps:", "estimate:", "step ", "saved")
+    chatter = ("device", "model:", "data:", "training:", "estimate:", "step ", "saved")
     assert not [
         line for line in out.partition("finished")[0].splitlines() if line.startswith(chatter)
     ]
@@ -217,7 +217,7 @@ def test_tokens_per_second_leave_evaluation_and_saving_out(train_tiny, tmp_path,
     takes(100.0, "evaluate")
     takes(1000.0, "save")
     monkeypatch.setattr(run_module, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(run_module, "peak_flops", lambda *args: None)
+    monkeypatch.setattr("training.observer.peak_flops", lambda *args: None)
     train_tiny(tmp_path, max_steps=8)
     rates = metrics(tmp_path, "tokens_per_second")
     assert rates == dict.fromkeys([1, 2, 4, 6, 8], pytest.approx(4 * 16 / 2.0))
@@ -322,7 +322,7 @@ def test_a_worse_loss_never_replaces_the_best_also_after_a_resume(
     losses(2.0, 3.0, 2.5)
     train_tiny(tmp_path, max_steps=6, eval_interval=2, checkpoint_interval=2)
     assert best.read_text() == "step-2\n"
-    assert f"the best: {tmp_path}/checkpoints/step-2" in capsys.readouterr().out
+    assert f"best: {tmp_path}/checkpoints/step-2" in capsys.readouterr().out
     kept = weights(tmp_path, 2)
     losses(2.4, 2.1)
     more = {"max_steps": 10, "resume": "must", "eval_interval": 2, "checkpoint_interval": 2}
@@ -364,7 +364,7 @@ def test_a_run_may_go_without_validation(train_tiny, tmp_path, monkeypatch, caps
     assert metrics(tmp_path, "val_loss") == {}
     assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"step-4", "step-6"}
     out = capsys.readouterr().out
-    assert "tokens to train, no validation" in out
+    assert "tokens for training, no validation" in out
     assert "finished at step 6: all steps done\n" in out
     assert "evaluation" not in out
     snapshots = [json.loads(line) for line in (tmp_path / "snapshots.jsonl").open()]

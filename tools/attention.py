@@ -70,8 +70,8 @@ def make_page(title: str, model: GPT, tokenizer: Tokenizer, ids: list[int]) -> s
     import torch
 
     from model.inspect import attention_maps
-    from training.observer import token_text
     from training.report.page import fill_template
+    from training.snapshot import token_text
 
     maps = attention_maps(model, torch.tensor([ids]))[:, 0]  # (L, H, T, T)
     figures = {"entropy": entropies(maps), "distance": distances(maps)}  # (L, H) each

@@ -22,7 +22,6 @@ from training.config import Config, RunConfig, ScheduleConfig, seconds_of
 from training.console import UNKNOWN_STEPS
 from training.optimizer import lr_factor
 
-UNFITTED = UNKNOWN_STEPS  # before the first fit; the warm-up and the stable part do not ask
 FIRST_FIT = 3  # steps measured before the first fit; the very first, which warms up, is not
 FITS = 50  # in a budget
 WINDOW = 200  # steps that the speed is measured over
@@ -35,7 +34,17 @@ Fit = tuple[int, ...]  # (step, max_steps): from this step on the run is this lo
 def steps_at(fits: Sequence[Fit], step: int) -> int:
     """The length of the run that counts for the update number `step` + 1."""
     known = [max_steps for since, max_steps in fits if since <= step]
-    return known[-1] if known else UNFITTED
+    return known[-1] if known else UNKNOWN_STEPS
+
+
+def planned_steps(run: RunConfig, state: TrainState) -> int:
+    """Number of updates of the whole run: an estimate if it has a time budget, UNKNOWN_STEPS before
+    the first."""
+    return steps_at(state.fits, state.step) if run.time_budget else run.max_steps
+
+
+def out_of_patience(run: RunConfig, state: TrainState) -> bool:
+    return 0 < run.patience <= state.since_best
 
 
 def fitted(config: Config, max_steps: int) -> ScheduleConfig:
@@ -48,8 +57,8 @@ def fitted(config: Config, max_steps: int) -> ScheduleConfig:
 
 
 def next_factor(config: Config, state: TrainState) -> float:
-    """What the next update's learning rates are multiplied by."""
-    length = steps_at(state.fits, state.step) if config.run.time_budget else config.run.max_steps
+    """Factor of the learning rates in the next update."""
+    length = planned_steps(config.run, state)
     return lr_factor(state.step, length, fitted(config, length))
 
 
@@ -61,7 +70,7 @@ def lengthened(old: RunConfig, new: RunConfig, state: TrainState) -> tuple[Fit, 
     if new.time_budget.startswith("fits:"):
         return state.fits
     left = max(0.0, seconds_of(new.time_budget) - state.seconds)
-    more = int(left * state.step / state.seconds) if state.seconds else UNFITTED
+    more = int(left * state.step / state.seconds) if state.seconds else UNKNOWN_STEPS
     return (*state.fits, (state.step, state.step + more))
 
 

@@ -364,6 +364,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, say: Say = print) -> None:
         self.folder, self.say = folder, say
+        self.save_failed = False  # the last save did not complete
         self._known: dict[int, bool] = {}  # step -> intact? Each is verified once per process
 
     def path(self, step: int) -> Path:
@@ -391,6 +392,7 @@ class Checkpoints:
         """
         if self._holds(state):
             return False
+        self.save_failed = True
         temporary = self.folder / f".tmp-step-{state.step}-{os.getpid()}"
         self.folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -412,6 +414,7 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         self._known[state.step] = True
+        self.save_failed = False
         return True
 
     def _holds(self, state: TrainState) -> bool:

@@ -112,6 +112,10 @@ def was_cleared(folder: Path, proof: Sequence[str]) -> bool:
     return not set(proof).isdisjoint(left)
 
 
+def write_run_json(folder: Path, text: str) -> None:
+    replace_file(folder / "run.json", text)
+
+
 def mark_cleared(folder: Path, names: Sequence[str]) -> None:
     """Record which launch has emptied this folder, if it is one that may start again."""
     if names:

@@ -44,6 +44,7 @@ from training.folder import (
     mark_cleared,
     move_aside,
     was_cleared,
+    write_run_json,
 )
 from training.step import Setup
 from training.weights import find_weights, inherit_model, with_inherited_tokenizer
@@ -226,7 +227,7 @@ def open_run(
     def decide() -> dict[str, str]:
         stack.enter_context(lock_folder(folder))
         cleared = was_cleared(folder, ranks.launch.proof)
-        if config.run.overwrite and not cleared:  # see clear_folder
+        if config.run.overwrite and not cleared:  # see take_folder
             return {"config": to_json(_begin(config, console)), "checkpoint": ""}
         if config.run.overwrite:
             console.print(
@@ -240,6 +241,10 @@ def open_run(
     return from_json(found["config"]), checkpoint
 
 
+def checkpoints_of(config: Config, console: Console) -> Checkpoints:
+    return Checkpoints(Path(config.run.out_dir, "checkpoints"), console.print)
+
+
 def _begin(config: Config, console: Console) -> Config:
     open_budget(config.run, TrainState())  # raises now if the run in fits:RUN is not there
     return inherit_model(config, console.print)
@@ -249,7 +254,7 @@ def _begin_or_resume(
     config: Config, folder: Path, console: Console
 ) -> tuple[Config, Checkpoint | None]:
     check_own(folder)
-    checkpoints = Checkpoints(folder / "checkpoints", console.print)
+    checkpoints = checkpoints_of(config, console)
     checkpoints.clean()
     newest = checkpoints.newest()
     if newest is not None:
@@ -309,21 +314,24 @@ def _rate_notes(saved: Config, config: Config, state: TrainState) -> list[str]:
     return [f"learning rate: {rates}"]
 
 
-def clear_folder(
+def take_folder(
     config: Config, ranks: Ranks, stack: contextlib.ExitStack, console: Console
 ) -> None:
-    """With run.overwrite, move an old run aside, once per launch.
+    """Write run.json into the run's folder; with run.overwrite, first move an old run aside, once
+    per launch.
 
     Called last before training, when no mistake in the command can be found any more.
     """
     folder = Path(config.run.out_dir)
-    if not ranks.first or not config.run.overwrite or was_cleared(folder, ranks.launch.proof):
+    if not ranks.first:
         return
-    if any((folder / name).exists() for name in WRITTEN):
-        console.print(f"moved the old run to {move_aside(folder)}")
-        if not (folder / ".lock").exists():  # it was moved with the folder
-            stack.enter_context(lock_folder(folder))
-    mark_cleared(folder, ranks.launch.names)
+    if config.run.overwrite and not was_cleared(folder, ranks.launch.proof):
+        if any((folder / name).exists() for name in WRITTEN):
+            console.print(f"moved the old run to {move_aside(folder)}")
+            if not (folder / ".lock").exists():  # it was moved with the folder
+                stack.enter_context(lock_folder(folder))
+        mark_cleared(folder, ranks.launch.names)
+    write_run_json(folder, to_json(config))
 
 
 def restore(

@@ -22,6 +22,7 @@ class Interrupts:
 
     def __init__(self, announce: bool = False) -> None:
         self.signal: int | None = None
+        self.stopping = False  # all ranks know that one of them was asked to stop
         self.announce = announce  # say on the terminal that Ctrl-C was heard
         self._before: dict[int, object] = {}
 

@@ -1,0 +1,160 @@
+"""The first and the last messages of a run, the sample at its end included."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from pathlib import Path
+
+from cli.command import shown
+from cli.options import ConfigError
+from training.budget import out_of_patience, planned_steps
+from training.checkpoint import Checkpoints, TrainState
+from training.config import Config, seconds_of
+from training.console import UNKNOWN_STEPS, Console, clock_text
+from training.dataset import Data
+from training.memory import estimate_memory
+from training.snapshot import sample_text
+from training.step import Setup
+
+SAMPLE_TOKENS = 150  # of the sample at the end
+ASSUMED_MFU = 0.5  # for the estimate of the time
+WELL_FILLED = 0.5  # of a window, on average; below it, sharing windows pays
+
+
+def check_prompt(config: Config, data: Data) -> None:
+    """Raise ConfigError if the prompt of the samples cannot be encoded: now, not at the end."""
+    try:
+        data.tokenizer.encode(config.log.sample_prompt)
+    except ConfigError as error:
+        raise ConfigError(f"log.sample_prompt={config.log.sample_prompt!r}: {error}") from error
+
+
+def introduce(
+    config: Config,
+    setup: Setup,
+    data: Data,
+    state: TrainState,
+    peak: float | None,
+    console: Console,
+) -> None:
+    """Print what the run will do. peak: FLOP/s of one device, if known."""
+    model, source = config.model, config.data.source
+    n, T, length = config.data.global_batch, model.context_length, planned_steps(config.run, state)
+    console.say(
+        f"model: {setup.model.parameter_count():,} parameters, {model.n_layers} layers of width "
+        f"{model.d_model}, vocabulary {model.vocab_size:,}"
+    )
+    validation = f"{data.val.n_tokens:,} for validation" if data.val else "no validation"
+    console.say(f"data: {source}, {data.train.n_tokens:,} tokens for training, {validation}")
+    count, epochs = f"{length:,} steps", f", {length * n / len(data.train):.2f} epochs"
+    if length == UNKNOWN_STEPS:
+        count, epochs = f"as many steps as fit into {config.run.time_budget}", ""
+    split = f" in {setup.n_micro} micro-batches" if setup.n_micro > 1 else ""
+    console.say(
+        f"training: {count}{epochs}, {n} x {T} = {n * T:,} tokens per step{split}, "
+        f"{config.optim.optimizer}; into {config.run.out_dir}"
+    )
+    console.say(
+        f"estimate: {estimated_time(config, setup, state, peak)}, {estimated_memory(config, setup)}"
+    )
+    if data.train.filled < WELL_FILLED:
+        console.say(
+            f"advice: short documents fill only {data.train.filled:.0%} of their windows, and the "
+            "rest is padding; with --document_mask=true several share a window"
+        )
+
+
+def estimated_time(config: Config, setup: Setup, state: TrainState, peak: float | None) -> str:
+    """Estimate the time by arithmetic alone; the lines that follow know better."""
+    if config.run.time_budget:
+        return f"{config.run.time_budget} of time"
+    if not peak:
+        return "time unknown before the first steps"
+    T = config.model.context_length
+    tokens = (config.run.max_steps - state.step) * config.data.global_batch * T
+    work = tokens * setup.model.flops_per_token(T)
+    seconds = work / (peak * ASSUMED_MFU * setup.ranks.world)
+    return f"{clock_text(seconds)} at {ASSUMED_MFU:.0%} of peak FLOP/s"
+
+
+def estimated_memory(config: Config, setup: Setup) -> str:
+    ranks = setup.ranks
+    need = estimate_memory(config, ranks.world, ranks.device.type, setup.model).peak
+    return f"{need / 1e9:.2f} GB of memory{' per rank' * (ranks.world > 1)}"
+
+
+def say_finished(config: Config, state: TrainState, console: Console) -> None:
+    """Tell that no step is left to take, and what can be done with the run."""
+    console.print(
+        f"{config.run.out_dir} is finished at step {state.step}: {outcome(config, state)}. To "
+        f"sample: {sample_command(config)}; to train longer: the same command with "
+        f"{' '.join(longer_options(config, state))}"
+    )
+
+
+def longer_options(config: Config, state: TrainState) -> list[str]:
+    """Options with which a finished run continues."""
+    options, budget = [], config.run.time_budget
+    if out_of_patience(config.run, state):
+        options.append("--patience=0")
+    if state.step >= planned_steps(config.run, state):
+        try:
+            used = max(seconds_of(budget), state.seconds)
+            options.append(f"--time_budget={math.ceil(2 * used)}s")
+        except ValueError:  # no time budget, or the lengths of another run
+            options += ["--time_budget=", "--resume=must"] if budget else []
+            options.append(f"--max_steps={2 * state.step}")
+    return options
+
+
+def outcome(config: Config, state: TrainState) -> str:
+    """Why the run ended, and its losses."""
+    why = "all steps done"
+    if out_of_patience(config.run, state):
+        why = f"no better loss in {state.since_best} evaluations"
+    if state.last_val_loss is None or state.best_loss is None:
+        return why
+    return (
+        f"{why}; validation loss {state.last_val_loss:.4f}, best {state.best_loss:.4f} at step "
+        f"{state.best_step}"
+    )
+
+
+def say_stopped(
+    config: Config, state: TrainState, checkpoints: Checkpoints, console: Console
+) -> None:
+    """Tell where a run that was asked to stop is saved, and how to resume it."""
+    length = planned_steps(config.run, state)
+    of = "" if length == UNKNOWN_STEPS else f" of {length}"
+    console.print(
+        f"stopped at step {state.step}{of}; saved in {checkpoints.path(state.step)}. Run the same "
+        "command to resume"
+    )
+
+
+def say_result(
+    config: Config,
+    setup: Setup,
+    data: Data,
+    state: TrainState,
+    checkpoints: Checkpoints,
+    console: Console,
+) -> None:
+    """Print the losses, the checkpoints, a sample, and the command for more samples."""
+    prompt, best = config.log.sample_prompt, checkpoints.best_step()
+    console.print(f"finished at step {state.step}: {outcome(config, state)}")
+    other = f"; best: {checkpoints.path(best)}" if best not in (None, state.step) else ""
+    console.print(f"checkpoint: {checkpoints.path(state.step)}{other}")
+    text = sample_text(
+        setup.model, data.tokenizer, prompt, seed=config.run.seed, tokens=SAMPLE_TOKENS
+    )
+    console.print(f"sample (prompt: {prompt!r}):\n\n{shown(text, sys.stdout)}\n")
+    console.print(f"to generate more: {sample_command(config)}")
+
+
+def sample_command(config: Config) -> str:
+    prompt = config.log.sample_prompt
+    start = f" --prompt {shlex.quote(prompt)}" if prompt.strip() else ""
+    return f"python sample.py {shlex.quote(str(Path(config.run.out_dir)))}{start}"
