@@ -160,7 +160,7 @@ def test_a_number_of_micro_batches_that_is_no_power_of_two(
 def test_three_ranks_are_refused_when_exact_is_asked(tiny_argv, tmp_path):
     job = Job(3, tiny_argv(tmp_path / "run", **{**EXACT, "global_batch": 6}), tmp_path)
     assert job.wait() == [2, 2, 2]
-    assert "3 ranks must be a power of two" in job.text()
+    assert "parallel.reduction=exact: the number of ranks, 3, must be" in job.text()
 
 
 def test_fast_reduction_on_two_ranks_gives_the_losses_of_one(tiny_argv, tmp_path):

@@ -124,7 +124,7 @@ def test_a_number_gone_bad_on_one_rank_moves_no_weight_on_any(reduction, tiny_ar
     assert job.wait() == [4, 4], job.text()
     for log in job.logs:
         told = log.read_text().splitlines()[-1]
-        assert "step 5: loss" in told and "no weight was moved. Its windows: " in told
+        assert "step 5: loss" in told and "no weight was changed. Its windows: " in told
     assert verified(tmp_path / "run") == [2, 4]
     assert bits(tmp_path / "run", 4) == bits(tmp_path / "plain", 4)
 

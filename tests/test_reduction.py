@@ -57,7 +57,7 @@ def test_only_a_few_partial_sums_live_at_a_time(M):
     tree, most = TreeSum(M), 0
     for leaf in leaves_of(M):
         tree.add([leaf])
-        most = max(most, len(tree.stack))
+        most = max(most, len(tree.sums))
     assert most <= (M // odd_part(M)).bit_length()  # log2 + 1
 
 
@@ -121,5 +121,6 @@ def test_micro_batches_that_do_not_spread_are_refused_with_both_numbers(M, world
 
 @pytest.mark.parametrize("M, world", [(6, 3), (6, 6), (9, 3), (12, 12)])
 def test_exact_asked_for_and_impossible_is_refused(M, world):
-    with pytest.raises(ConfigError, match=f"{world} ranks must be a power of two .* {M} micro"):
+    needs = f"number of ranks, {world}, must be a power of two .* {M} micro"
+    with pytest.raises(ConfigError, match=needs):
         pick_reduction("exact", M, ranks_of(world))

@@ -33,7 +33,7 @@ def test_a_signal_is_noted_and_told_as_shells_do(name, capfd):
         os.kill(os.getpid(), getattr(signal, name))
         assert interrupts.stop and interrupts.exit_code == 128 + getattr(signal, name)
     assert signal.getsignal(getattr(signal, name)) == before
-    assert ("Ctrl-C once more ends at once" in capfd.readouterr().err) == (name == "SIGINT")
+    assert ("Ctrl-C again quits at once" in capfd.readouterr().err) == (name == "SIGINT")
 
 
 @pytest.mark.parametrize("name", STOPPING)

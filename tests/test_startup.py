@@ -60,7 +60,7 @@ def test_ranks_share_the_batch_unless_micro_batch_is_given():
         (
             3,
             {"global_batch": 6, "micro_batch": 2, "reduction": "exact"},
-            ["reduction=exact: 3 ranks must be a power of two"],
+            ["parallel.reduction=exact: the number of ranks, 3, "],
         ),
     ],
 )

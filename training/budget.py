@@ -1,9 +1,10 @@
-"""`--time_budget=10m`: as many steps as fit into that time, the schedule fitted to them.
+"""Length of a run: max_steps, patience, or a time budget (`--time_budget=10m`).
 
-The budget counts from the first step of the run, over resumes: evaluating and saving included, the
-time between two processes not. Rank 0 measures and decides; the number of steps rides to the others
-with the count of targets, so that all change it at the same step. Every fit (step, max_steps) is
-saved, so the learning rate of each step is known from the fits alone and a run can be replayed.
+A time budget trains for as many steps as fit into it, with the schedule fitted to their number. It
+counts from the first step, across resumes: evaluation and saving included, the time between two
+processes not. Rank 0 measures and decides; the other ranks get the number of steps along with the
+count of targets, so that all change it at the same step. Every fit (step, max_steps) is saved, so
+the learning rate of each step follows from the fits alone and a run can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -22,24 +23,17 @@ from training.config import Config, RunConfig, ScheduleConfig, seconds_of
 from training.console import UNKNOWN_STEPS
 from training.optimizer import lr_factor
 
-FIRST_FIT = 3  # steps measured before the first fit; the very first, which warms up, is not
-FITS = 50  # in a budget
-WINDOW = 200  # steps that the speed is measured over
-PAUSE = (
-    5.0  # times as long as usual: the process was stopped, or its machine; will not happen again
-)
+FIRST_FIT = 3  # steps measured before the first fit, besides the very first step
+FITS = 50  # per budget
+WINDOW = 200  # steps over which the speed is measured
+PAUSE = 5.0  # times as long as usual: the process or its machine was stopped
+
 Fit = tuple[int, ...]  # (step, max_steps): from this step on the run is this long
 
 
-def steps_at(fits: Sequence[Fit], step: int) -> int:
-    """The length of the run that counts for the update number `step` + 1."""
-    known = [max_steps for since, max_steps in fits if since <= step]
-    return known[-1] if known else UNKNOWN_STEPS
-
-
 def planned_steps(run: RunConfig, state: TrainState) -> int:
-    """Number of updates of the whole run: an estimate if it has a time budget, UNKNOWN_STEPS before
-    the first."""
+    """Return the number of updates of the whole run: with a time budget the latest fit, or
+    UNKNOWN_STEPS before the first. Until then warmup and the stable phase need no length."""
     return steps_at(state.fits, state.step) if run.time_budget else run.max_steps
 
 
@@ -47,8 +41,15 @@ def out_of_patience(run: RunConfig, state: TrainState) -> bool:
     return 0 < run.patience <= state.since_best
 
 
+def steps_at(fits: Sequence[Fit], step: int) -> int:
+    """Return the length that counts for update number `step` + 1."""
+    known = [max_steps for since, max_steps in fits if since <= step]
+    return known[-1] if known else UNKNOWN_STEPS
+
+
 def fitted(config: Config, max_steps: int) -> ScheduleConfig:
-    """The schedule of a run so long; with a time budget the warm-up takes a tenth of it at most."""
+    """Return the schedule of a run of this length: with a time budget, warmup takes at most a tenth
+    of it."""
     schedule = config.schedule
     if not config.run.time_budget:
         return schedule
@@ -57,14 +58,14 @@ def fitted(config: Config, max_steps: int) -> ScheduleConfig:
 
 
 def next_factor(config: Config, state: TrainState) -> float:
-    """Factor of the learning rates in the next update."""
+    """Return the factor of the learning rates in the next update."""
     length = planned_steps(config.run, state)
     return lr_factor(state.step, length, fitted(config, length))
 
 
 def lengthened(old: RunConfig, new: RunConfig, state: TrainState) -> tuple[Fit, ...]:
-    """The fits of a run that is resumed with another time budget: the first steps are taken at the
-    speed so far, until the new speed is measured. The run's own if the budget is as it was."""
+    """Return the fits of a run that is resumed with this time budget. If it is another one, its
+    first steps are planned at the average speed so far, until the speed is measured again."""
     if old.time_budget == new.time_budget or not new.time_budget or state.step == 0:
         return state.fits
     if new.time_budget.startswith("fits:"):
@@ -75,9 +76,9 @@ def lengthened(old: RunConfig, new: RunConfig, state: TrainState) -> tuple[Fit, 
 
 
 def open_budget(run: RunConfig, state: TrainState) -> Budget | None:
-    """What keeps a run's time budget; None if it has none.
+    """Start measuring a run's time budget; return None if it has none.
 
-    Raises ConfigError if the run to replay is not there or has no budget.
+    Raises ConfigError if the run to repeat is missing or had no time budget.
     """
     if not run.time_budget:
         return None
@@ -94,10 +95,13 @@ def open_budget(run: RunConfig, state: TrainState) -> Budget | None:
 
 
 class Budget:
-    """Measures a run and says how many steps fit.
+    """Measures a run and computes how many steps fit.
 
-    `spent` is what earlier processes used, in seconds. `replay` gives fits of another run to follow
-    instead of measuring.
+    spent: seconds used by earlier processes. replay: fits of another run to follow instead of
+    measuring.
+
+    A pause (SIGSTOP, a debugger, a suspended machine) uses up its time once, but is not expected to
+    come again: a duration PAUSE times as long as usual counts as a usual one for the speed.
     """
 
     def __init__(
@@ -112,59 +116,56 @@ class Budget:
         self.seconds, self.eval_interval, self.before = seconds, eval_interval, spent
         self.replay = None if replay is None else {step: length for step, length in replay}
         self.clock = clock
-        self.began: float | None = None
-        self.recent: deque[float] = deque(maxlen=WINDOW)  # seconds of each of the last steps
+        self.began: float | None = None  # when `fit` was called first
+        self.accounted = 0.0  # up to this moment all time is attributed
         self.steps = 0
-        self.stepping = self.evaluating = 0.0  # seconds in all, in this process
-        self.evaluation = 0.0  # the last one's seconds, saving and report included; no pause
-        self.last_evaluation = 0.0  # the same, a pause included
-        self.between = 0.0  # seconds between steps and evaluations (saving, logging); no pauses
-        self.seen_between = self.longest_between = 0.0  # the same, pauses included
+        self.recent: deque[float] = deque(maxlen=WINDOW)  # durations of the last steps
+        self.evaluation = 0.0  # duration of the last evaluation, saving and report included
+        self.last_evaluation = 0.0  # the same, even if it was a pause
+        self.between = 0.0  # time outside steps and evaluations: saving, logging
+        self.longest_between = 0.0
         self.next_fit = 0.0
 
     @property
     def spent(self) -> float:
-        """Seconds of the budget that are used, by this process and those before."""
-        return self.before + self._here()
-
-    def _here(self) -> float:
-        return 0.0 if self.began is None else self.clock() - self.began
+        """Seconds of the budget used by this process and those before."""
+        return self.before + (0.0 if self.began is None else self.clock() - self.began)
 
     def stepped(self, seconds: float) -> None:
         """Record the duration of a step."""
         self.steps += 1
-        self.stepping += seconds
-        if self.steps > 1:  # the first makes kernels, compiles, waits for the first data
+        self.accounted += seconds
+        if self.steps > 1:  # the first compiles kernels and waits for the first data
             self.recent.append(seconds)
         self._note_between()
 
     def evaluated(self, seconds: float) -> None:
-        """Record the duration of an evaluation with all that goes with it."""
+        """Record the duration of an evaluation with all that belongs to it."""
         before = self.last_evaluation
         self.evaluation = seconds if not before or seconds <= PAUSE * before else before
         self.last_evaluation = seconds
-        self.evaluating += seconds
+        self.accounted += seconds
 
     def _note_between(self) -> None:
-        """Record what has passed since the last look, and was neither a step nor an evaluation."""
-        seconds = self._here() - self.stepping - self.evaluating - self.seen_between
+        """Record the time that passed and was neither a step nor an evaluation."""
+        now = self.clock()
+        seconds, self.accounted = now - self.accounted, now
         usual = max(self.longest_between, self._usual_step())
         self.between += seconds if seconds <= PAUSE * usual or not self.recent else usual
-        self.seen_between += seconds
         self.longest_between = max(self.longest_between, seconds)
 
     def _usual_step(self) -> float:
         return statistics.median(self.recent) if self.recent else 0.0
 
     def fit(self, step: int) -> int | None:
-        """How many steps the whole run shall have, if it is time to say so before `step` + 1.
+        """Return how many steps the whole run will have, if it is time for a new estimate before
+        update number `step` + 1.
 
-        What is left, without the last evaluation, is divided by what a step takes with its share of
-        evaluations and of the rest (saving, logging). The clock runs from the first call on. A
-        pause (SIGSTOP, a debugger) uses up its time once and is not expected to come again.
+        The time left, minus the last evaluation, is divided by the time per step, each with its
+        share of evaluations and of the rest. The clock starts with the first call.
         """
         if self.began is None:
-            self.began = self.clock()
+            self.began = self.accounted = self.clock()
         if self.replay is not None:
             return self.replay.get(step)
         if len(self.recent) < FIRST_FIT or self.spent < self.next_fit:

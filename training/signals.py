@@ -1,4 +1,4 @@
-"""Being asked to stop: note it, finish the step, save, end. Asked twice by Ctrl-C: end at once."""
+"""Stopping on a signal: finish the step, save, exit. A second Ctrl-C exits at once."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ import contextlib
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
-# HUP: the terminal or the connection is closed. USR1, USR2, XCPU: what batch systems send before
-# the time is up. QUIT (Ctrl-\) is left alone: it ends a process at once, and tears nothing either.
+# HUP: the terminal or connection was closed. USR1, USR2, XCPU: sent by batch systems before the
+# time limit. QUIT (Ctrl-\) keeps its default, which ends the process at once and damages nothing.
 STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 
 
 class Interrupts:
-    """While the block runs, signals set `signal` instead of ending the process.
+    """While the block runs, a signal sets `signal` instead of ending the process.
 
-    The loop looks at it once a step, so nothing is ever cut in the middle. A signal that was
-    ignored when the process began (nohup, a shell's background job) stays ignored.
+    The loop looks at it once per step, so nothing is interrupted halfway. A signal that was ignored
+    when the process started (nohup, background jobs) stays ignored.
     """
 
     def __init__(self, announce: bool = False) -> None:
         self.signal: int | None = None
         self.stopping = False  # all ranks know that one of them was asked to stop
-        self.announce = announce  # say on the terminal that Ctrl-C was heard
+        self.announce = announce  # tell the terminal that Ctrl-C was received
         self._before: dict[int, object] = {}
 
     @property
     def stop(self) -> bool:
+        """Whether this process was asked to stop."""
         return self.signal is not None
 
     @property
     def exit_code(self) -> int:
-        """128 + signal, as shells have it; 0 if none came."""
+        """128 + signal, the convention of shells; 0 without a signal."""
         return 0 if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> Interrupts:
@@ -43,19 +44,14 @@ class Interrupts:
                     self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal == signal.SIGINT:
-            os._exit(128 + number)  # checkpoints are complete or absent, so nothing is torn
+            os._exit(128 + number)  # safe: a checkpoint is complete or absent
         self.signal = self.signal or number
-        if number == signal.SIGINT and self.announce:  # print() is not safe in a handler
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, b"\nfinishing this step and saving; Ctrl-C once more ends at once\n")
+        if number == signal.SIGINT and self.announce:
+            with contextlib.suppress(OSError):  # the terminal may be gone; print() is unsafe here
+                os.write(2, b"\nstopping after this step and saving; Ctrl-C again quits at once\n")
