@@ -15,7 +15,7 @@ from model.config import SamplingConfig
 from model.generate import generate_with_logits, next_distribution
 from model.gpt import GPT, inference
 from model.inspect import attention_maps, logit_lens
-from training.observer import token_text
+from training.snapshot import token_text
 
 LIKELIEST = 10  # alternatives kept for every token
 LENS_TOKENS = 3  # shown per layer
