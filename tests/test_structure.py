@@ -268,7 +268,7 @@ def test_a_function_fits_on_a_page():
 WRITTEN_ONCE = {
     "cross_entropy nll_loss": {"model/loss.py"},
     # The report shows the probabilities of single tokens.
-    "log_softmax logsumexp": {"model/loss.py", "model/fast.py", "training/observer.py"},
+    "log_softmax logsumexp": {"model/loss.py", "model/fast.py", "training/snapshot.py"},
     "cos sin": {"model/rope.py"},
     "rms_norm layer_norm rsqrt": {"model/layers.py", "model/fast.py"},
     "scaled_dot_product_attention": {"model/attention.py"},
