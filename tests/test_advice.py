@@ -162,6 +162,7 @@ def test_a_real_run_hears_it_once_and_keeps_it_in_its_log(train_tiny, tmp_path, 
     assert "advice" not in capsys.readouterr().out
 
 
-def test_a_run_with_text_enough_hears_nothing(train_tiny, tmp_path, capsys):
+def test_a_run_with_text_enough_hears_nothing(train_tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("training.advice.NOTICEABLE", 60)  # a busy machine is not the run's fault
     assert train_tiny(tmp_path / "run") == 0
     assert "advice" not in capsys.readouterr().out

@@ -100,10 +100,9 @@ def longer_options(config: Config, state: TrainState) -> list[str]:
     if out_of_patience(config.run, state):
         options.append("--patience=0")
     if state.step >= planned_steps(config.run, state):
-        try:
-            used = max(seconds_of(budget), state.seconds)
-            options.append(f"--time_budget={math.ceil(2 * used)}s")
-        except ValueError:  # no time budget, or the lengths of another run
+        if seconds := seconds_of(budget):
+            options.append(f"--time_budget={math.ceil(2 * max(seconds, state.seconds))}s")
+        else:  # no time budget, or the lengths of another run
             options += ["--time_budget=", "--resume=must"] if budget else []
             options.append(f"--max_steps={2 * state.step}")
     return options
