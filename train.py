@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         # What every step works on, and what changes from step to step.
         model = startup.build_model(config, ranks)
         setup = startup.build_setup(config, model, ranks, console)
-        state = restore(config, checkpoint, setup, data, console)
+        state = restore(setup, checkpoint, data, console)
         checkpoints = checkpoints_of(config, console)
         if is_finished(config, state) and not evaluation_is_due(config, state):
             messages.say_finished(config, state, console)
@@ -52,19 +52,19 @@ def main(argv: list[str]) -> int:
         # Up to here Ctrl-C ends the process at once: there is nothing to save.
         interrupts = Interrupts(announce=ranks.first)
         with (
-            observed(config, setup, data, state, argv, console) as observer,
+            observed(setup, data, state, argv, console) as observer,
             interrupts,
-            saved_on_failure(config, setup, data, state, checkpoints, observer),
+            saved_on_failure(setup, data, state, checkpoints, observer),
         ):
             if observer is not None:
-                messages.introduce(config, setup, data, state, observer.peak, console)
-            train(config, setup, data, state, checkpoints, interrupts, observer)
+                messages.introduce(setup, data, state, observer.peak, console)
+            train(setup, data, state, checkpoints, interrupts, observer)
 
         if interrupts.stopping:
             messages.say_stopped(config, state, checkpoints, console)
             return interrupts.exit_code
         if ranks.first:
-            messages.say_result(config, setup, data, state, checkpoints, console)
+            messages.say_result(setup, data, state, checkpoints, console)
         return 0
 
 

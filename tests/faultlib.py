@@ -176,10 +176,10 @@ def around_steps(before: Callable | None = None, after: Callable | None = None) 
     after(state, setup): to be put in the place of training.run.take_step."""
     inner = training.run.take_step
 
-    def take_step(config, setup, data, state, *more) -> None:
+    def take_step(setup, data, state, *more) -> None:
         if before is not None:
             before(state, setup)
-        inner(config, setup, data, state, *more)
+        inner(setup, data, state, *more)
         if after is not None:
             after(state, setup)
 

@@ -202,17 +202,17 @@ def run_of(peak: float | None, **options) -> tuple:
         run=RunConfig(dtype="float32", max_steps=110, **options),
     )
     ranks = Ranks()
-    setup = SimpleNamespace(model=GPT(model), ranks=ranks)
-    return config, setup, TrainState(step=10), peak
+    setup = SimpleNamespace(config=config, model=GPT(model), ranks=ranks)
+    return setup, TrainState(step=10), peak
 
 
 def test_the_estimate_of_time_by_hand():
-    config, setup, state, _ = run_of(None)
+    setup, state, _ = run_of(None)
     # 100 steps of 8 tokens; at half of a peak of 10 tokens per second, 160 s
     peak = 10.0 * setup.model.flops_per_token(4)
-    assert messages.estimated_time(config, setup, state, peak) == "2:40 at 50% of peak FLOP/s"
+    assert messages.estimated_time(setup, state, peak) == "2:40 at 50% of peak FLOP/s"
     setup.ranks.world = 2
-    assert messages.estimated_time(config, setup, state, peak) == "1:20 at 50% of peak FLOP/s"
+    assert messages.estimated_time(setup, state, peak) == "1:20 at 50% of peak FLOP/s"
 
 
 def test_without_a_peak_no_time_is_made_up():
@@ -221,9 +221,9 @@ def test_without_a_peak_no_time_is_made_up():
 
 
 def test_the_estimate_of_memory_is_the_planners():
-    config, setup, *_ = run_of(None)
-    expected = estimate_memory(config, model=setup.model).peak / 1e9
-    assert messages.estimated_memory(config, setup) == f"{expected:.2f} GB of memory"
+    setup, *_ = run_of(None)
+    expected = estimate_memory(setup.config, model=setup.model).peak / 1e9
+    assert messages.estimated_memory(setup) == f"{expected:.2f} GB of memory"
 
 
 def test_five_lines_say_what_will_happen(train_tiny, tmp_path, capsys):

@@ -176,7 +176,7 @@ def test_time_per_step_exact_against_fast(micro_batch, tmp_path, figure):
 
     from model.config import ModelConfig
     from model.gpt import GPT
-    from training.config import OptimConfig
+    from training.config import Config, OptimConfig, with_values
     from training.device import Precision
     from training.distributed import join_ranks
     from training.optimizer import Optimizers
@@ -196,9 +196,16 @@ def test_time_per_step_exact_against_fast(micro_batch, tmp_path, figure):
         for step in range(24):
             way = ("exact", "fast")[step % 2]
             ddp = DistributedDataParallel(model) if way == "fast" else None
-            setup = Setup(
-                model, optimizers, precision.scaler(), precision, ranks, way, n_micro, 1, 1.0, ddp
+            config = with_values(
+                Config(),
+                {
+                    "data.global_batch": 8,
+                    "data.micro_batch": micro_batch,
+                    "parallel.reduction": way,
+                },
             )
+            scaler = precision.scaler()
+            setup = Setup(config, model, optimizers, scaler, precision, ranks, ddp)
             ranks.sum_ints([1], "beginning together")
             began = time.perf_counter()
             train_step(setup, share, step)

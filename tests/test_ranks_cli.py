@@ -16,8 +16,10 @@ from conftest import ROOT
 from safetensors.torch import load_file
 
 import train
+from data.config import DataConfig
 from data.loader import BatchLoader
 from data.shards import Windows
+from training.config import Config
 from training.distributed import Ranks
 from training.metrics import read_metrics
 from training.step import Setup
@@ -170,8 +172,8 @@ def test_ranks_read_windows_of_their_own(trained_once, tiny_folder, world):
     loader = BatchLoader(Windows(data, "train", 16), seed=1, global_batch=16, micro_batch=2)
     seen = []
     for rank in range(world):
-        ranks = Ranks(rank, world)
-        setup = Setup(*[None] * 4, ranks, "exact", 8, 1, 1.0)
+        config = Config(data=DataConfig(global_batch=16, micro_batch=2))
+        setup = Setup(config, *[None] * 4, Ranks(rank, world))
         seen.append([place for j in setup.local_micro for place in loader.locate(3 * 8 + j)])
     places = [place for of_rank in seen for place in of_rank]
     assert len(places) == len(set(places)) == 16

@@ -470,7 +470,7 @@ def test_a_run_with_a_time_budget_has_the_length_of_its_last_fit(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "attempt": 1, "fit": 900}\n{"step": 9, "attempt": 1, "fit": 300}\n')
     assert read_history(folder).max_steps == 300
-    append_snapshot(folder / "metrics.jsonl", {"step": 7, "attempt": 2, "start": {}})
+    append_line(folder / "metrics.jsonl", {"step": 7, "attempt": 2, "start": {}})
     assert read_history(folder).max_steps == 900  # the second one was beyond the checkpoint
     assert read_history(folder).last_step == 6
     recipe = (folder / "run.json").read_text().replace('"10m"', '""')

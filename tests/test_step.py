@@ -9,10 +9,11 @@ import torch
 from faultlib import Job
 from torch.nn.parallel import DistributedDataParallel
 
+from data.config import DataConfig
 from model.config import ModelConfig
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
-from training.config import OptimConfig
+from training.config import Config, OptimConfig, ParallelConfig, RunConfig
 from training.device import Precision
 from training.distributed import Ranks, join_ranks
 from training.optimizer import Optimizers
@@ -37,15 +38,21 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def make_setup(n_micro: int = 1, reduction: str = "exact", dtype=torch.float32, **model) -> Setup:
-    config = ModelConfig(n_layers=1, n_heads=2, d_model=16, context_length=T, **model)
-    gpt = GPT(config.resolved(V))
+def make_setup(
+    n_micro: int = 1, reduction: str = "exact", dtype=torch.float32, clip: float = 1.0, **model
+) -> Setup:
+    shape = ModelConfig(n_layers=1, n_heads=2, d_model=16, context_length=T, **model)
+    gpt = GPT(shape.resolved(V))
     gpt.init_weights(3)
     precision = Precision(dtype, "cpu")
     optimizers = Optimizers(gpt, OptimConfig(lr=0.01), torch.device("cpu"))
-    return Setup(
-        gpt, optimizers, precision.scaler(), precision, Ranks(), reduction, n_micro, 5, 1.0
+    config = Config(
+        data=DataConfig(global_batch=n_micro, micro_batch=1),  # counted, not read
+        optim=OptimConfig(grad_clip=clip),
+        parallel=ParallelConfig(reduction=reduction),
+        run=RunConfig(seed=5),
     )
+    return Setup(config, gpt, optimizers, precision.scaler(), precision, Ranks())
 
 
 def batch(step: int, masked: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,7 +220,7 @@ def test_frozen_weights_stay_on_two_ranks_too(tmp_path):
 
 def test_a_weight_that_no_micro_batch_uses_has_a_gradient_of_zero():
     """As a branch that is not always taken: what one micro-batch lacks, another may have."""
-    setup = make_setup(4)
+    setup = make_setup(4, clip=0.0)
     extra = torch.nn.Parameter(torch.ones(3))
     setup.model.register_parameter("extra", extra)
     setup.optimizers = Optimizers(setup.model, OptimConfig(), torch.device("cpu"))
@@ -226,7 +233,6 @@ def test_a_weight_that_no_micro_batch_uses_has_a_gradient_of_zero():
     setup.model.forward = sometimes
     seen = []
     setup.optimizers.step = lambda: seen.append(extra.grad.clone())
-    setup.grad_clip = 0.0
     train_step(setup, cut(batch(0), 4), 0)
     assert seen[0].tolist() == [1.0, 1.0, 1.0]  # 96 / the 96 targets
 
@@ -332,8 +338,7 @@ def test_the_scaler_goes_on_where_it_was():
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e9])
 def test_clipping(clip, monkeypatch):
     """The norm that is told is the one before; 0 switches it off."""
-    norms, setup = [], make_setup()
-    setup.grad_clip = clip
+    norms, setup = [], make_setup(clip=clip)
 
     def step() -> None:
         gradients = [p.grad for p in setup.model.parameters()]

@@ -17,7 +17,6 @@ import torch
 
 from cli.files import named_in_errors, replace_file
 from cli.limits import usable_cores
-from training.config import Config
 from training.console import Console
 from training.dataset import Data
 from training.metrics import next_attempt
@@ -142,13 +141,11 @@ def end_torn_line(path: Path) -> None:
 # The first line of each process: how it was started, on what data and machine
 
 
-def start_entry(
-    config: Config, setup: Setup, data: Data, argv: Sequence[str]
-) -> dict[str, str | dict[str, Any]]:
+def start_entry(setup: Setup, data: Data, argv: Sequence[str]) -> dict[str, Any]:
     return {
         "command": command_line(argv, setup.ranks.world),
         "data": about_data(data),
-        "environment": about_machine(config, setup),
+        "environment": about_machine(setup),
     }
 
 
@@ -173,7 +170,7 @@ def about_data(data: Data) -> dict[str, Any]:
     }
 
 
-def about_machine(config: Config, setup: Setup) -> dict[str, Any]:
+def about_machine(setup: Setup) -> dict[str, Any]:
     device = setup.ranks.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
@@ -181,7 +178,7 @@ def about_machine(config: Config, setup: Setup) -> dict[str, Any]:
         "ranks": setup.ranks.world,
         "threads of a rank": torch.get_num_threads(),
         "cores": usable_cores(),
-        "dtype": config.run.dtype,
+        "dtype": setup.config.run.dtype,
         "compiled": setup.compiled,
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -32,14 +32,10 @@ def check_prompt(config: Config, data: Data) -> None:
 
 
 def introduce(
-    config: Config,
-    setup: Setup,
-    data: Data,
-    state: TrainState,
-    peak: float | None,
-    console: Console,
+    setup: Setup, data: Data, state: TrainState, peak: float | None, console: Console
 ) -> None:
     """Print what the run will do. peak: FLOP/s of one device, if known."""
+    config = setup.config
     model, source = config.model, config.data.source
     n, T, length = config.data.global_batch, model.context_length, planned_steps(config.run, state)
     console.say(
@@ -56,9 +52,7 @@ def introduce(
         f"training: {count}{epochs}, {n} x {T} = {n * T:,} tokens per step{split}, "
         f"{config.optim.optimizer}; into {config.run.out_dir}"
     )
-    console.say(
-        f"estimate: {estimated_time(config, setup, state, peak)}, {estimated_memory(config, setup)}"
-    )
+    console.say(f"estimate: {estimated_time(setup, state, peak)}, {estimated_memory(setup)}")
     if data.train.filled < WELL_FILLED:
         console.say(
             f"advice: short documents fill only {data.train.filled:.0%} of their windows, and the "
@@ -66,8 +60,9 @@ def introduce(
         )
 
 
-def estimated_time(config: Config, setup: Setup, state: TrainState, peak: float | None) -> str:
+def estimated_time(setup: Setup, state: TrainState, peak: float | None) -> str:
     """Estimate the time by arithmetic alone; the lines that follow know better."""
+    config = setup.config
     if config.run.time_budget:
         return f"{config.run.time_budget} of time"
     if not peak:
@@ -79,9 +74,9 @@ def estimated_time(config: Config, setup: Setup, state: TrainState, peak: float 
     return f"{clock_text(seconds)} at {ASSUMED_MFU:.0%} of peak FLOP/s"
 
 
-def estimated_memory(config: Config, setup: Setup) -> str:
+def estimated_memory(setup: Setup) -> str:
     ranks = setup.ranks
-    need = estimate_memory(config, ranks.world, ranks.device.type, setup.model).peak
+    need = estimate_memory(setup.config, ranks.world, ranks.device.type, setup.model).peak
     return f"{need / 1e9:.2f} GB of memory{' per rank' * (ranks.world > 1)}"
 
 
@@ -134,14 +129,10 @@ def say_stopped(
 
 
 def say_result(
-    config: Config,
-    setup: Setup,
-    data: Data,
-    state: TrainState,
-    checkpoints: Checkpoints,
-    console: Console,
+    setup: Setup, data: Data, state: TrainState, checkpoints: Checkpoints, console: Console
 ) -> None:
     """Print the losses, the checkpoints, a sample, and the command for more samples."""
+    config = setup.config
     prompt, best = config.log.sample_prompt, checkpoints.best_step()
     console.print(f"finished at step {state.step}: {outcome(config, state)}")
     other = f"; best: {checkpoints.path(best)}" if best not in (None, state.step) else ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from training.advice import Advice, Adviser
-from training.config import Config, sections_of
+from training.config import sections_of
 from training.console import UNKNOWN_STEPS, Console
 from training.dataset import Data
 from training.device import model_flops_utilization, peak_flops
@@ -29,8 +29,9 @@ SAMPLE_TOKENS = 120  # of the sample at each evaluation
 class Observer:
     """Follows one run: `begin`, then `log_step` and `log_evaluation`, `evaluated`, `close`."""
 
-    def __init__(self, config: Config, setup: Setup, data: Data, console: Console) -> None:
-        self.config, self.setup, self.data, self.console = config, setup, data, console
+    def __init__(self, setup: Setup, data: Data, console: Console) -> None:
+        self.config = config = setup.config
+        self.setup, self.data, self.console = setup, data, console
         self.folder = Path(config.run.out_dir)
         self.logger = RunLogger(self.folder, console)
         self.peak = peak_flops(setup.ranks.device, setup.precision.dtype)  # FLOP/s per device
@@ -53,7 +54,7 @@ class Observer:
         if self.config.log.wandb:
             sections = {name: asdict(section) for name, section in sections_of(self.config)}
             wandb_id = self.logger.start_wandb(self.config.log.project, sections, wandb_id)
-        start = start_entry(self.config, self.setup, self.data, argv)
+        start = start_entry(self.setup, self.data, argv)
         self.logger.event(step, start=start)
         self.console.open_progress(step, max_steps)
         if max_steps < UNKNOWN_STEPS:

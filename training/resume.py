@@ -334,14 +334,12 @@ def take_folder(
     write_run_json(folder, to_json(config))
 
 
-def restore(
-    config: Config, path: Path | None, setup: Setup, data: Data, console: Console
-) -> TrainState:
+def restore(setup: Setup, path: Path | None, data: Data, console: Console) -> TrainState:
     """Load a checkpoint into model and optimizer, and return its state.
 
     Without a checkpoint: the weights of run.init_from, if that is given, and a new state.
     """
-    state = TrainState()
+    config, state = setup.config, TrainState()
     if path is not None:
         checkpoint = load_checkpoint(path)
         load_model_tensors(setup.model, checkpoint.model_tensors(), str(path))

@@ -1,6 +1,6 @@
 """The training loop, and its parts: when each is due, and what it does.
 
-Signatures say what a part touches: config, setup and data are fixed, `state` is saved with every
+Signatures say what a part touches: `setup` and `data` are fixed, `state` is saved with every
 checkpoint, `meters` are measurements of this process, `observer` is rank 0's log (None elsewhere).
 """
 
@@ -32,15 +32,14 @@ from training.step import NonFinite, Setup, StepMetrics, count_targets, train_st
 class Meters:
     """Measurements since the last logged line. Only the budget can change an update."""
 
-    budget: Budget | None = None  # on rank 0, if the run has a time budget
+    budget: Budget | None  # on rank 0, if the run has a time budget
     last: StepMetrics | None = None
     tokens: int = 0  # targets, over all ranks
-    seconds: float = 0.0  # spent in steps: no evaluation, no saving ...
+    seconds: float = 0.0  # spent in steps, without evaluation and saving ...
     waited: float = 0.0  # ... and the part of it spent waiting for data
 
 
 def train(
-    config: Config,
     setup: Setup,
     data: Data,
     state: TrainState,
@@ -49,23 +48,22 @@ def train(
     observer: Observer | None,
 ) -> None:
     """Evaluate, save, step and log, each when it is due, until done or asked to stop; then save."""
+    config = setup.config
     meters = Meters(open_budget(config.run, state) if setup.ranks.first else None)
-    with batches_from(config, setup, data, state, interrupts) as batches:
+    with batches_from(setup, data, state, interrupts) as batches:
         while True:
             if evaluation_is_due(config, state):
-                run_evaluation(
-                    config, setup, data, state, checkpoints, interrupts, meters, observer
-                )
+                run_evaluation(setup, data, state, checkpoints, interrupts, meters, observer)
             if interrupts.stopping or is_finished(config, state):
                 break
             if checkpoint_is_due(config, state):
-                save(config, setup, data, state, checkpoints, observer)
-            take_step(config, setup, data, state, batches, interrupts, meters, observer)
+                save(setup, data, state, checkpoints, observer)
+            take_step(setup, data, state, batches, interrupts, meters, observer)
             if log_is_due(config, state) or interrupts.stopping:
-                log_step(config, setup, state, meters, observer)
+                log_step(setup, state, meters, observer)
     if interrupts.stopping:
         share_signal(setup, interrupts)
-    save(config, setup, data, state, checkpoints, observer)
+    save(setup, data, state, checkpoints, observer)
 
 
 # When
@@ -96,6 +94,22 @@ def log_is_due(config: Config, state: TrainState) -> bool:
 # What
 
 
+@contextlib.contextmanager
+def batches_from(
+    setup: Setup, data: Data, state: TrainState, interrupts: Interrupts
+) -> Iterator[Iterator[Batch]]:
+    """Yield this rank's micro-batches from the current step to the end, read ahead by a thread that
+    lives as long as the block."""
+    run, M = setup.config.run, setup.n_micro
+    # With a time budget the end is not known yet.
+    end = sys.maxsize if run.time_budget else planned_steps(run, state)
+    indices = (step * M + j for step in range(state.step, end) for j in setup.local_micro)
+    loader, device = make_loader(setup.config, data), setup.ranks.device
+    read = prefetch(loader, indices, device, stop=lambda: interrupts.stop)
+    with contextlib.closing(read) as batches:
+        yield batches
+
+
 def make_loader(config: Config, data: Data) -> BatchLoader:
     return BatchLoader(
         data.train,
@@ -105,24 +119,7 @@ def make_loader(config: Config, data: Data) -> BatchLoader:
     )
 
 
-@contextlib.contextmanager
-def batches_from(
-    config: Config, setup: Setup, data: Data, state: TrainState, interrupts: Interrupts
-) -> Iterator[Iterator[Batch]]:
-    """Yield this rank's micro-batches from the current step to the end, read ahead by a thread that
-    lives as long as the block."""
-    # With a time budget the end is not known yet.
-    end = sys.maxsize if config.run.time_budget else planned_steps(config.run, state)
-    M = setup.n_micro
-    indices = (step * M + j for step in range(state.step, end) for j in setup.local_micro)
-    loader, device = make_loader(config, data), setup.ranks.device
-    read = prefetch(loader, indices, device, stop=lambda: interrupts.stop)
-    with contextlib.closing(read) as batches:
-        yield batches
-
-
 def take_step(
-    config: Config,
     setup: Setup,
     data: Data,
     state: TrainState,
@@ -136,7 +133,7 @@ def take_step(
     Raises NonFinite naming the windows of the step.
     """
     began = time.perf_counter()
-    step, budget = state.step, meters.budget
+    config, step, budget = setup.config, state.step, meters.budget
     fit = budget.fit(step) if budget is not None else None
     mine = list(itertools.islice(batches, len(setup.local_micro)))  # fewer if asked to stop
     waited = time.perf_counter() - began
@@ -159,7 +156,8 @@ def take_step(
     try:
         metrics = train_step(setup, mine, step, n_targets)
     except NonFinite as error:
-        raise NonFinite(f"{error}. Its windows: {_windows_of(config, data, step)}") from error
+        windows = _windows_of(make_loader(config, data), step)
+        raise NonFinite(f"{error}. Its windows: {windows}") from error
 
     state.step += 1  # at once: from here on the weights belong to this step and may be saved
     state.skipped += metrics.skipped
@@ -177,18 +175,14 @@ def take_step(
         observer.console.advance(state.step)
 
 
-def _windows_of(config: Config, data: Data, step: int, limit: int = 32) -> str:
-    """Name the windows of a step, as `python -m tools.batch` finds them."""
-    loader = make_loader(config, data)
-    first = step * loader.micro_batches
-    used = [place for j in range(loader.micro_batches) for place in loader.locate(first + j)]
+def _windows_of(loader: BatchLoader, step: int, limit: int = 32) -> str:
+    first, M = step * loader.micro_batches, loader.micro_batches
+    used = [place for j in range(M) for place in loader.locate(first + j)]
     shown = ", ".join(f"{window} (epoch {epoch})" for epoch, window, _ in used[:limit])
     return shown + " ..." * (len(used) > limit)
 
 
-def log_step(
-    config: Config, setup: Setup, state: TrainState, meters: Meters, observer: Observer | None
-) -> None:
+def log_step(setup: Setup, state: TrainState, meters: Meters, observer: Observer | None) -> None:
     """Log the last step, with the average speed since the last logged line."""
     setup.ranks.apart = True  # a disk or wandb may be slow
     if observer is None or meters.last is None or meters.tokens == 0:
@@ -197,7 +191,7 @@ def log_step(
     rate = meters.tokens / seconds
     observer.log_step(
         state.step,
-        planned_steps(config.run, state),
+        planned_steps(setup.config.run, state),
         loss=meters.last.loss,
         lr=setup.optimizers.lr,
         grad_norm=meters.last.grad_norm,
@@ -211,7 +205,6 @@ def log_step(
 
 
 def run_evaluation(
-    config: Config,
     setup: Setup,
     data: Data,
     state: TrainState,
@@ -225,7 +218,7 @@ def run_evaluation(
 
     Raises NonFinite if the loss is not finite.
     """
-    began = time.perf_counter()
+    began, config = time.perf_counter(), setup.config
     if data.val is None:
         state.evaluated_at = state.step
     else:
@@ -255,7 +248,7 @@ def run_evaluation(
                 bits_per_byte=found.bits_per_byte,
             )
         if best:
-            save(config, setup, data, state, checkpoints, observer)
+            save(setup, data, state, checkpoints, observer)
     setup.ranks.apart = True
     if observer is not None:
         observer.evaluated(state.step)
@@ -264,12 +257,7 @@ def run_evaluation(
 
 
 def save(
-    config: Config,
-    setup: Setup,
-    data: Data,
-    state: TrainState,
-    checkpoints: Checkpoints,
-    observer: Observer | None,
+    setup: Setup, data: Data, state: TrainState, checkpoints: Checkpoints, observer: Observer | None
 ) -> None:
     """Write a checkpoint of this step on rank 0.
 
@@ -285,12 +273,11 @@ def save(
     if not setup.ranks.first:
         return
     state.scaler = setup.scaler.state_dict()
-    about = {**data.about, **setup.ranks.about}
-    tokenizer = data.checked_tokenizer()
-    written = checkpoints.save(state, model, optim, to_json(config), tokenizer, about)
+    about, run_json = {**data.about, **setup.ranks.about}, to_json(setup.config)
+    written = checkpoints.save(state, model, optim, run_json, data.checked_tokenizer(), about)
     if state.best_step == state.step:
         checkpoints.set_best(state.step)
-    checkpoints.prune(config.run.keep_checkpoints)
+    checkpoints.prune(setup.config.run.keep_checkpoints)
     if written and observer is not None:
         observer.console.say(f"saved {checkpoints.path(state.step)}")
 
@@ -306,21 +293,16 @@ def share_signal(setup: Setup, interrupts: Interrupts) -> None:
 
 @contextlib.contextmanager
 def observed(
-    config: Config,
-    setup: Setup,
-    data: Data,
-    state: TrainState,
-    argv: Sequence[str],
-    console: Console,
+    setup: Setup, data: Data, state: TrainState, argv: Sequence[str], console: Console
 ) -> Iterator[Observer | None]:
     """Keep rank 0's log open while the block runs; yield None on the other ranks."""
     setup.ranks.apart = True
     if not setup.ranks.first:
         yield None
         return
-    observer = Observer(config, setup, data, console)
+    observer = Observer(setup, data, console)
     try:
-        length = planned_steps(config.run, state)
+        length = planned_steps(setup.config.run, state)
         state.wandb_id = observer.begin(state.step, length, state.wandb_id, argv)
         yield observer
     finally:
@@ -329,12 +311,7 @@ def observed(
 
 @contextlib.contextmanager
 def saved_on_failure(
-    config: Config,
-    setup: Setup,
-    data: Data,
-    state: TrainState,
-    checkpoints: Checkpoints,
-    observer: Observer | None,
+    setup: Setup, data: Data, state: TrainState, checkpoints: Checkpoints, observer: Observer | None
 ) -> Iterator[None]:
     """If the block fails, save the last complete update, then let the error pass.
 
@@ -348,7 +325,7 @@ def saved_on_failure(
         if observer is not None and state.step > 0 and not doubtful:
             say = observer.console.print
             try:
-                save(config, setup, data, state, checkpoints, observer)
+                save(setup, data, state, checkpoints, observer)
                 say(f"warning: stopped by an error; step {state.step} was saved")
             except Exception as other:  # a full disk, a GPU that is lost ...
                 say(f"warning: stopped by an error; step {state.step} was not saved: {other}")

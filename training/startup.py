@@ -80,22 +80,13 @@ def build_model(config: Config, ranks: Ranks) -> GPT:
 def build_setup(config: Config, model: GPT, ranks: Ranks, console: Console) -> Setup:
     """Build optimizer, precision and reduction around the model, the same on every rank."""
     precision = Precision(getattr(torch, config.run.dtype), ranks.device.type)
-    setup = Setup(
-        model=model,
-        optimizers=Optimizers(model, config.optim, ranks.device, precision.dtype),
-        scaler=precision.scaler(),
-        precision=precision,
-        ranks=ranks,
-        reduction=config.parallel.reduction,
-        n_micro=config.data.global_batch // config.data.micro_batch,
-        seed=config.run.seed,
-        grad_clip=config.optim.grad_clip,
-    )
-    if ranks.world > 1 and setup.reduction == "fast":
+    optimizers = Optimizers(model, config.optim, ranks.device, precision.dtype)
+    setup = Setup(config, model, optimizers, precision.scaler(), precision, ranks)
+    if ranks.world > 1 and config.parallel.reduction == "fast":
         with ranks.waiting("comparing the shapes of the weights"):
             setup.ddp = DistributedDataParallel(model, **_without_buffers())
     if config.run.compile:
-        _compile(setup, config, console)
+        _compile(setup, console)
     return setup
 
 
@@ -106,13 +97,14 @@ def _without_buffers() -> dict[str, bool]:
     return {name: False}
 
 
-def _compile(setup: Setup, config: Config, console: Console) -> None:
+def _compile(setup: Setup, console: Console) -> None:
     """Compile the model in place and try it on a batch of zeros.
 
     If that fails on one rank, all ranks continue without. The graph of a training step is the only
     one: evaluation and samples are not compiled, so nothing can fail to compile in mid-run.
     """
-    model, shape = setup.model, (config.data.micro_batch, config.model.context_length)
+    model, config = setup.model, setup.config
+    shape = config.data.micro_batch, config.model.context_length
     parts = 2 + config.data.document_mask
     batch = torch.zeros((parts, *shape), dtype=torch.int64, device=setup.ranks.device)
     model.compile()  # in place: the names of the tensors stay as they are

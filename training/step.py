@@ -18,6 +18,7 @@ from cli.options import ConfigError
 from data.loader import Batch
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
+from training.config import Config
 from training.device import Precision
 from training.distributed import Ranks
 from training.optimizer import Optimizers
@@ -43,20 +44,22 @@ class StepMetrics:
 
 @dataclass
 class Setup:
-    """What every step of a run shares."""
+    """What is fixed: the config, and all that a step works with."""
 
+    config: Config
     model: GPT
     optimizers: Optimizers
     scaler: torch.amp.GradScaler  # disabled unless the precision is float16
     precision: Precision
     ranks: Ranks
-    reduction: str  # exact or fast
-    n_micro: int  # M, micro-batches per step over all ranks
-    seed: int
-    grad_clip: float
     ddp: DistributedDataParallel | None = None  # for reduction=fast on several ranks
     compiled: bool = False  # torch.compile was asked for and works on all ranks
     updating: bool = False  # the weights are half updated: not to be saved
+
+    @property
+    def n_micro(self) -> int:
+        """M, micro-batches per step over all ranks."""
+        return self.config.data.global_batch // self.config.data.micro_batch
 
     @property
     def local_micro(self) -> range:
@@ -81,7 +84,8 @@ def train_step(
         (n_targets,) = setup.ranks.sum_ints([count_targets(batches)], what)
     # A mean of the micro-batches' means would weigh the targets of a padded one more.
     divisor = max(1, n_targets)
-    reduce = _exact_gradient if setup.reduction == "exact" else _fast_gradient
+    exact = setup.config.parallel.reduction == "exact"
+    reduce = _exact_gradient if exact else _fast_gradient
     loss = reduce(setup, batches, step, divisor) / divisor
 
     setup.scaler.unscale_(setup.optimizers)
@@ -95,8 +99,9 @@ def train_step(
             f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; no weight was changed"
         )
     # A rare steep place of the loss must not throw the weights far away (Pascanu et al. 2013).
-    if setup.grad_clip > 0 and finite:
-        torch.nn.utils.clip_grads_with_norm_(parameters, setup.grad_clip, norm)
+    clip = setup.config.optim.grad_clip
+    if clip > 0 and finite:
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
 
     setup.updating = True
     setup.scaler.step(setup.optimizers)  # float16: does nothing if a gradient has overflowed
@@ -157,7 +162,7 @@ def _fast_gradient(setup: Setup, batches: Sequence[Batch], step: int, divisor: i
 
 def _backward(setup: Setup, batch: Batch, step: int, micro: int, divisor: float) -> Tensor:
     """Run forward and backward of one micro-batch; return its summed loss, ()."""
-    seed_dropout(setup.ranks.device, dropout_seed(setup.seed, step, micro))
+    seed_dropout(setup.ranks.device, dropout_seed(setup.config.run.seed, step, micro))
     forward = setup.ddp or setup.model
     with setup.precision.autocast():
         loss = forward(*batch, reduction="sum")  # tokens, targets, perhaps documents
