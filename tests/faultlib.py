@@ -7,6 +7,7 @@ compared by the SHA-256 of weights and optimizer state.
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import signal
@@ -27,8 +28,9 @@ import training.observer
 import training.run
 import training.startup
 from cli.command import run_command
+from cli.files import seal, write_file
 from train import main
-from training.checkpoint import MODEL, OPTIM, read_manifest
+from training.checkpoint import MANIFEST, MODEL, OPTIM, read_manifest
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 180.0  # seconds that any child may take: on a crowded machine too
@@ -221,6 +223,19 @@ def verified(run: Path) -> list[int]:
     for path in (run / "checkpoints").glob("step-*"):
         steps.append(read_manifest(path)["step"])
     return sorted(steps)
+
+
+def write_sealed(folder: Path, manifest: dict) -> None:
+    """Write a checkpoint's manifest with a matching seal, as an attacker would."""
+    manifest.pop("seal", None)
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "seal": seal(manifest)}))
+
+
+def refit(folder: Path, name: str) -> None:
+    """Make the manifest of a checkpoint match a file that was changed."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"][name] = write_file(folder / name, [(folder / name).read_bytes()])
+    write_sealed(folder, manifest)
 
 
 def leftovers(run: Path) -> list[Path]:

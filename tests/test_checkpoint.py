@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from faultlib import refit, write_sealed
 
 import training.checkpoint
 from cli.command import exit_code_of
-from cli.files import seal, warn_once, write_file
+from cli.files import warn_once, write_file
 from cli.options import ConfigError
 from training.checkpoint import (
     MANIFEST,
@@ -30,6 +31,7 @@ from training.checkpoint import (
     load_model_tensors,
     read_manifest,
     state_from_json,
+    tensor_pieces,
     write_manifest,
 )
 
@@ -39,29 +41,63 @@ ABOUT = {"data_fingerprint": "f", "world": 1}
 
 @pytest.fixture
 def save(tmp_path):
-    """save(step, checkpoints=...): a small checkpoint whose tensors tell the step."""
+    """save(1, 2): write small checkpoints of these steps, whose tensors tell the step."""
     ours = Checkpoints(tmp_path / "run" / "checkpoints", say=lambda text: None)
 
-    def save(step: int, checkpoints: Checkpoints = ours, **state) -> Checkpoints:
-        model = {"a": torch.full((3, 5), float(step)), "b": torch.arange(4.0) + step}
-        optim = {"a::step": torch.tensor(float(step)), "b::exp_avg": torch.ones(4)}
-        saved = TrainState(step=step, **state)
-        checkpoints.save(saved, model, optim, '{"model": {}}', TOKENIZER, ABOUT)
-        return checkpoints
+    def save(*steps: int, to: Checkpoints = ours, **state) -> Checkpoints:
+        for step in steps:
+            model = {"a": torch.full((3, 5), float(step)), "b": torch.arange(4.0) + step}
+            optim = {"a::step": torch.tensor(float(step)), "b::exp_avg": torch.ones(4)}
+            saved = TrainState(step=step, **state)
+            to.save(saved, model, optim, '{"model": {}}', TOKENIZER, ABOUT)
+        return to
 
     return save
 
 
-# What comes back
+def reopened(checkpoints: Checkpoints) -> tuple[Checkpoints, list[str]]:
+    """The same folder as another process sees it, and what it says."""
+    said: list[str] = []
+    return Checkpoints(checkpoints.folder, said.append), said
 
 
-def test_what_comes_back_is_what_was_saved(save):
-    checkpoints = save(7, best_loss=1.5, best_step=7, since_best=2, wandb_id="x")
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[random.Random(0).randrange(len(content))] ^= 4
+    path.write_bytes(content)
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed(*args, **kwargs) -> None:
+    raise Killed
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# What is loaded
+
+
+def test_what_is_loaded_is_what_was_saved(save):
+    state = {"best_loss": 1.5, "best_step": 7, "since_best": 2, "wandb_id": "x"}
+    checkpoints = save(7, **state)
     found = checkpoints.newest()
-    assert found.state == TrainState(step=7, best_loss=1.5, best_step=7, since_best=2, wandb_id="x")
+    assert found.state == TrainState(step=7, **state)
     assert found.run == {"model": {}} and found.about == ABOUT
     assert torch.equal(found.model_tensors()["a"], torch.full((3, 5), 7.0))
     assert found.optim_tensors()["a::step"].shape == ()
+    before = os.umask(0)
+    os.umask(before)
+    mode = (found.path / "model.safetensors").stat().st_mode & 0o777
+    assert mode == 0o666 & ~before
 
 
 def test_every_dtype_and_shape_survives_bit_for_bit(tmp_path):
@@ -76,7 +112,7 @@ def test_every_dtype_and_shape_survives_bit_for_bit(tmp_path):
         "empty": torch.zeros(0, 3),
         "slanted": torch.arange(6.0).reshape(2, 3).T,
     }
-    write_file(tmp_path / "t", training.checkpoint.tensor_pieces(tensors))
+    write_file(tmp_path / "t", tensor_pieces(tensors))
     back = safetensors.torch.load_file(tmp_path / "t")
     assert back.keys() == tensors.keys()
     for name, t in tensors.items():
@@ -85,41 +121,85 @@ def test_every_dtype_and_shape_survives_bit_for_bit(tmp_path):
         assert torch.equal(*as_bytes), name
 
 
-def test_the_file_mode_is_the_usual_one(save):
-    checkpoints = save(1)
-    before = os.umask(0)
-    os.umask(before)
-    mode = (checkpoints.path(1) / "model.safetensors").stat().st_mode & 0o777
-    assert mode == 0o666 & ~before
-
-
-# best, newest, pruning
-
-
-def test_the_newest_good_one_wins_and_what_is_wrong_is_said(save):
-    said = []
-    checkpoints = save(1)
-    save(2), save(3)
+def test_a_damaged_newest_is_reported_and_the_one_before_is_used(save):
+    checkpoints = save(1, 2, 3)
     damage(checkpoints.path(3) / "optim.safetensors")
-    fresh = Checkpoints(checkpoints.folder, said.append)
+    fresh, said = reopened(checkpoints)
     assert fresh.newest().state.step == 2
     assert len(said) == 1 and "step-3/optim.safetensors is damaged" in said[0]
-
-
-def test_all_damaged_is_an_error_that_says_the_ways_on(save):
-    checkpoints = save(1)
-    damage(checkpoints.path(1) / "state.json")
-    with pytest.raises(
-        DamagedCheckpoint, match="all checkpoints are damaged .* --init_from"
-    ) as found:
-        Checkpoints(checkpoints.folder, lambda text: None).newest()
+    for step in (1, 2):
+        damage(checkpoints.path(step) / "state.json")
+    with pytest.raises(DamagedCheckpoint, match="all checkpoints are damaged .* --init_") as found:
+        fresh.newest()
     assert exit_code_of(found.value) == 3
 
 
-def test_pruning_keeps_the_newest_good_ones_and_the_best(save):
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("file", ["model", "optim"])
+def test_a_newest_that_is_not_finite_is_passed_over(save, file, value):
+    """As versions before this check may have written it."""
     checkpoints = save(1)
-    for step in range(2, 8):
-        save(step)
+    tensors = {"a": torch.tensor([1.0, value, 2.0]), "empty": torch.zeros(0)}
+    both = {"model": {"a": torch.ones(3)}, "optim": {"a::step": torch.tensor(1.0)}, file: tensors}
+    checkpoints.save(TrainState(step=2), both["model"], both["optim"], "{}", TOKENIZER, ABOUT)
+    fresh, said = reopened(checkpoints)
+    assert fresh.newest().state.step == 1
+    assert "a is not finite" in said[0]
+    assert fresh.newest(weights_only=True).state.step == (1 if file == "model" else 2)
+    save(2, to=fresh)  # done again, with finite values
+    assert fresh.newest().state.step == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_bad_number_among_many_is_seen(value):
+    numbers = torch.full((1000,), 1e30)  # whose squares would overflow
+    assert all_finite([numbers, torch.zeros(0), torch.tensor(3), torch.ones(2).bfloat16()])
+    numbers[567] = value
+    assert not all_finite([torch.zeros(3), numbers])
+
+
+def test_which_checkpoint_of_a_run(save, tmp_path):
+    checkpoints = save(1, 2, 3)
+    run = checkpoints.folder.parent
+    assert find_checkpoint(run).state.step == 3
+    checkpoints.set_best(2)
+    steps = {which: find_checkpoint(run, which).state.step for which in ("", "best", "latest", "1")}
+    assert steps == {"": 2, "best": 2, "latest": 3, "1": 1}
+    assert find_checkpoint(checkpoints.path(1)).state.step == 1
+    with pytest.raises(ConfigError, match=r"which=9: .* has the steps 1, 2, 3 and best \(step 2\)"):
+        find_checkpoint(run, "9")
+    (tmp_path / "file").write_text("")
+    for name in ("", "nowhere", "file"):
+        with pytest.raises(ConfigError, match="no checkpoint there; expected"):
+            find_checkpoint(tmp_path / name)
+
+
+def test_weights_alone_can_be_started_from_but_not_resumed(save):
+    checkpoints = save(3)
+    (checkpoints.path(3) / "optim.safetensors").unlink()
+    assert find_checkpoint(checkpoints.folder.parent).model_tensors()["a"][0, 0] == 3
+    with pytest.raises(DamagedCheckpoint, match=r"optim.safetensors is missing"):
+        load_checkpoint(checkpoints.path(3))
+
+
+def test_weights_that_do_not_fit_are_listed():
+    model = torch.nn.Linear(2, 3)
+    tensors = {"weight": torch.zeros(3, 3), "bias": torch.zeros(3).half(), "more": torch.zeros(1)}
+    with pytest.raises(ConfigError) as found:
+        load_model_tensors(model, tensors, "X")
+    assert found.value.problems == [
+        "X has an extra tensor 'more'",
+        "X: bias is ((3,), torch.float16), the model's is ((3,), torch.float32)",
+        "X: weight is ((3, 3), torch.float32), the model's is ((3, 2), torch.float32)",
+    ]
+    assert model.weight.abs().sum() > 0  # nothing was copied
+
+
+# best and pruning
+
+
+def test_pruning_keeps_the_newest_and_the_best(save):
+    checkpoints = save(*range(1, 8))
     checkpoints.set_best(2)
     checkpoints.prune(keep=3)
     assert checkpoints.steps() == [2, 5, 6, 7]
@@ -127,24 +207,20 @@ def test_pruning_keeps_the_newest_good_ones_and_the_best(save):
     assert checkpoints.steps() == [2, 6, 7]
 
 
-def test_damaged_ones_do_not_count_as_kept(save):
-    checkpoints = save(1)
-    for step in range(2, 6):
-        save(step)
+def test_damaged_checkpoints_do_not_count_as_kept(save):
+    checkpoints = save(*range(1, 6))
     for step in (3, 5):
         damage(checkpoints.path(step) / "model.safetensors")
-    said = []
-    fresh = Checkpoints(checkpoints.folder, said.append)
-    fresh.prune(keep=2)
-    assert [step for step in fresh.steps() if fresh._is_intact(step)] == [2, 4]
-    fresh.prune(keep=2)
-    assert len(said) == 2  # said once each
+    fresh, said = reopened(checkpoints)
+    for _ in range(2):
+        fresh.prune(keep=2)
+        assert fresh.steps() == [2, 3, 4, 5]
+    assert len(said) == 2  # one warning each
 
 
 @pytest.mark.parametrize("moment", ["rename", "rmtree"])
 def test_a_kill_while_pruning_leaves_whole_checkpoints(save, moment, monkeypatch):
-    checkpoints = save(1)
-    save(2), save(3)
+    checkpoints = save(1, 2, 3)
     owner, name = {"rename": (os, "rename"), "rmtree": (shutil, "rmtree")}[moment]
     monkeypatch.setattr(owner, name, killed)
     with pytest.raises(Killed):
@@ -159,11 +235,11 @@ def test_a_kill_while_pruning_leaves_whole_checkpoints(save, moment, monkeypatch
 @pytest.mark.parametrize(
     "content", [b"", b"step-", b"step-99999999999999999999", b"../step-1", b"step-01", b"\xff" * 99]
 )
-def test_a_best_that_names_nothing_is_said_and_ignored(save, content, capsys):
-    checkpoints = save(1)
+def test_a_best_that_names_nothing_is_reported_and_ignored(save, content):
+    checkpoints, said = reopened(save(1))
     (checkpoints.folder / "best").write_bytes(content)
-    assert Checkpoints(checkpoints.folder).best_step() is None
-    assert "does not name a checkpoint" in capsys.readouterr().out
+    assert checkpoints.best_step() is None
+    assert "does not name a checkpoint" in said[0]
 
 
 def test_a_kill_between_the_checkpoint_and_best_is_mended(save):
@@ -172,7 +248,7 @@ def test_a_kill_between_the_checkpoint_and_best_is_mended(save):
     save(2, best_step=2)
     checkpoints.mend_best(checkpoints.newest().state)
     assert checkpoints.best_step() == 2
-    checkpoints.mend_best(TrainState(step=2, best_step=9))  # one that is not there
+    checkpoints.mend_best(TrainState(step=2, best_step=9))  # a step that does not exist
     assert checkpoints.best_step() == 2
 
 
@@ -184,14 +260,14 @@ def test_names_that_only_look_like_steps_are_left_alone(save):
     assert checkpoints.steps() == [1]
 
 
-# Saving onto what is there
+# Saving over what is there
 
 
-def test_a_good_step_is_not_written_again(save, monkeypatch):
+def test_an_intact_step_is_not_written_again(save, monkeypatch):
     checkpoints = save(4)
     monkeypatch.setattr(training.checkpoint, "write_file", killed)
     save(4)
-    save(4, Checkpoints(checkpoints.folder, print))  # by another process: verified first
+    save(4, to=reopened(checkpoints)[0])  # by another process: verified first
 
 
 def test_another_state_of_the_same_step_replaces_it(save):
@@ -199,7 +275,7 @@ def test_another_state_of_the_same_step_replaces_it(save):
     checkpoints = save(4)
     save(4, best_loss=2.0, best_step=4, evaluated_at=4)
     assert checkpoints.newest().state.evaluated_at == 4
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-4"]
+    assert names(checkpoints.folder) == ["step-4"]
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
@@ -212,20 +288,19 @@ def test_a_kill_while_a_step_is_replaced_loses_nothing(save, nth, monkeypatch):
     except Killed:
         monkeypatch.setattr(shutil, "rmtree", killed)
     monkeypatch.undo()
-    fresh = Checkpoints(checkpoints.folder, print)
+    fresh, _ = reopened(checkpoints)
     fresh.clean()
     assert fresh.newest().state.step == 4
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-4"]
+    assert names(checkpoints.folder) == ["step-4"]
 
 
-def test_a_damaged_step_is_moved_aside_when_it_is_made_again(save):
+def test_a_damaged_step_is_moved_aside_when_it_is_saved_again(save):
     checkpoints = save(4)
     damage(checkpoints.path(4) / "model.safetensors")
-    said = []
-    fresh = Checkpoints(checkpoints.folder, said.append)
-    save(4, fresh)
+    fresh, said = reopened(checkpoints)
+    save(4, to=fresh)
     assert fresh.newest().state.step == 4
-    assert sorted(p.name for p in fresh.folder.iterdir()) == ["step-4", "step-4.damaged"]
+    assert names(fresh.folder) == ["step-4", "step-4.damaged"]
     assert "moved the damaged" in said[-1]
 
 
@@ -260,8 +335,7 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(save, nth, monkeypat
 
 
 def test_a_full_disk_while_best_is_written_keeps_the_old_one(save, monkeypatch):
-    checkpoints = save(1)
-    save(2)
+    checkpoints = save(1, 2)
     checkpoints.set_best(1)
     monkeypatch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(OSError):
@@ -270,41 +344,8 @@ def test_a_full_disk_while_best_is_written_keeps_the_old_one(save, monkeypatch):
     assert not list(checkpoints.folder.glob(".*"))
 
 
-def test_what_a_kill_left_is_removed(save):
-    checkpoints = save(1)
-    (checkpoints.folder / ".tmp-step-2-99").mkdir()
-    (checkpoints.folder / ".tmp-best-99").write_text("step-2")
-    (checkpoints.folder.parent / ".tmp-run.json-99").write_text("{}")
-    outside = checkpoints.folder.parent.parent / "kept"
-    outside.mkdir()
-    (checkpoints.folder / ".tmp-best-7").symlink_to(outside)
-    checkpoints.clean()
-    assert not list(checkpoints.folder.parent.rglob(".*")) and outside.is_dir()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        ".tmp-mine",
-        ".tmp-step-2",
-        ".tmp-step-2-old",
-        ".tmp-best-mine",
-        ".old-step-x",
-        ".tmp-run.json",
-    ],
-)
-def test_what_only_looks_like_left_over_is_somebodys_and_stays(save, name):
-    checkpoints = save(1)
-    for place in (checkpoints.folder, checkpoints.folder.parent):
-        (place / name).mkdir()
-        (place / name / "notes").write_text("mine")
-    checkpoints.clean()
-    for place in (checkpoints.folder, checkpoints.folder.parent):
-        assert (place / name / "notes").read_text() == "mine"
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, MemoryError])
-def test_a_save_that_is_broken_off_leaves_nothing(save, monkeypatch, error):
+def test_an_interrupted_save_leaves_nothing(save, monkeypatch, error):
     def stop(*args):
         raise error
 
@@ -312,15 +353,35 @@ def test_a_save_that_is_broken_off_leaves_nothing(save, monkeypatch, error):
     monkeypatch.setattr(training.checkpoint, "write_manifest", stop)
     with pytest.raises(error):
         save(2)
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-1"]
+    assert names(checkpoints.folder) == ["step-1"]
 
 
-# What is on the disk, and when
+USERS = ".tmp-mine .tmp-step-2 .tmp-step-2-old .tmp-best-mine .old-step-x .tmp-run.json"
+
+
+def test_what_a_kill_left_is_removed_and_a_users_files_stay(save, tmp_path):
+    folder = save(1).folder
+    (folder / ".tmp-step-2-99").mkdir()
+    (folder / ".tmp-best-99").write_text("step-2")
+    (folder.parent / ".tmp-run.json-99").write_text("{}")
+    (tmp_path / "kept").mkdir()
+    (folder / ".tmp-best-7").symlink_to(tmp_path / "kept")
+    users = [place / name for place in (folder, folder.parent) for name in USERS.split()]
+    for path in users:
+        path.mkdir()
+        (path / "notes").write_text("mine")
+    Checkpoints(folder).clean()
+    assert sorted(folder.parent.rglob(".*")) == sorted(users)
+    assert all((path / "notes").read_text() == "mine" for path in users)
+    assert (tmp_path / "kept").is_dir()
+
+
+# What is on disk, and when
 
 
 @pytest.fixture
 def happened(monkeypatch):
-    """What was done in order: ("sync", inode, size at that time) and ("rename", target)."""
+    """What was done, in order: ("sync", inode, size at that time) and ("rename", target)."""
     fsync, rename, replace, seen = os.fsync, os.rename, os.replace, []
 
     def record(handle: int) -> None:
@@ -342,22 +403,18 @@ def test_a_file_is_synced_with_all_that_was_written(tmp_path, happened):
     assert happened == [("sync", (tmp_path / "f").stat().st_ino, 7)]
 
 
-def test_every_file_is_synced_before_the_name_and_the_names_after_it(save, happened):
+def test_files_are_synced_before_a_name_is_given_and_the_folder_after_it(save, happened):
     checkpoints = save(1)
-    final = checkpoints.path(1)
+    final, folder = checkpoints.path(1), checkpoints.folder.stat().st_ino
     renamed = happened.index(("rename", str(final)))
     synced = [event[1] for event in happened[:renamed]]
     for path in [final, *final.rglob("*")]:
         assert path.stat().st_ino in synced, path
-    assert checkpoints.folder.stat().st_ino in [event[1] for event in happened[renamed + 1 :]]
-
-
-def test_the_name_of_the_best_is_synced_after_it_is_given(save, happened):
-    checkpoints = save(1)
+    assert folder in [event[1] for event in happened[renamed + 1 :]]
     happened.clear()
     checkpoints.set_best(1)
     renamed = happened.index(("rename", str(checkpoints.folder / "best")))
-    assert checkpoints.folder.stat().st_ino in [event[1] for event in happened[renamed + 1 :]]
+    assert folder in [event[1] for event in happened[renamed + 1 :]]
 
 
 @pytest.mark.parametrize("name", ["EINVAL", "ENOSYS", "EOPNOTSUPP", "EACCES", "EPERM", "EBADF"])
@@ -367,15 +424,14 @@ def test_a_file_system_that_cannot_sync_is_one_warning(save, monkeypatch, capsys
 
     warn_once.cache_clear()
     monkeypatch.setattr(os, "fsync", refuse)
-    checkpoints = save(1)
-    save(2)
+    checkpoints = save(1, 2)
     checkpoints.set_best(2)
     assert checkpoints.newest().state.step == 2
     assert capsys.readouterr().err.count("warning: ") == 1
 
 
 @pytest.mark.parametrize("name", ["EIO", "ENOSPC", "EDQUOT"])
-def test_a_fault_of_the_disk_is_no_warning(save, monkeypatch, name):
+def test_a_failing_disk_is_an_error(save, monkeypatch, name):
     def fail(handle: int) -> None:
         raise OSError(getattr(errno, name), name)
 
@@ -384,106 +440,12 @@ def test_a_fault_of_the_disk_is_no_warning(save, monkeypatch, name):
         save(1)
 
 
-# Numbers that are none
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("file", ["model", "optim"])
-def test_a_newest_that_is_not_finite_is_passed_over(save, tmp_path, file, value):
-    """As versions before this check have written it."""
-    checkpoints, said = save(1), []
-    tensors = {"a": torch.tensor([1.0, value, 2.0]), "empty": torch.zeros(0)}
-    both = {"model": {"a": torch.ones(3)}, "optim": {"a::step": torch.tensor(1.0)}, file: tensors}
-    checkpoints.save(TrainState(step=2), both["model"], both["optim"], "{}", TOKENIZER, ABOUT)
-    fresh = Checkpoints(checkpoints.folder, said.append)
-    assert fresh.newest().state.step == 1
-    assert "a is not finite" in said[0]
-    assert fresh.newest(weights_only=True).state.step == (1 if file == "model" else 2)
-    save(2, fresh)  # done again, in good
-    assert fresh.newest().state.step == 2
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_one_bad_number_among_many_is_seen(value):
-    numbers = torch.full((1000,), 1e30)  # whose squares would overflow
-    assert all_finite([numbers, torch.zeros(0), torch.tensor(3), torch.ones(2).bfloat16()])
-    numbers[567] = value
-    assert not all_finite([torch.zeros(3), numbers])
-
-
-# Which one is meant
-
-
-def test_which(save):
-    checkpoints = save(1)
-    save(2), save(3)
-    run = checkpoints.folder.parent
-    assert find_checkpoint(run).state.step == 3
-    checkpoints.set_best(2)
-    steps = {which: find_checkpoint(run, which).state.step for which in ("", "best", "latest", "1")}
-    assert steps == {"": 2, "best": 2, "latest": 3, "1": 1}
-    assert find_checkpoint(checkpoints.path(1)).state.step == 1
-    with pytest.raises(ConfigError, match=r"which=9: .* has the steps 1, 2, 3 and best \(step 2\)"):
-        find_checkpoint(run, "9")
-
-
-@pytest.mark.parametrize("name", ["", "nowhere", "file"])
-def test_no_checkpoint_is_a_mistake_in_words(tmp_path, name):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="no checkpoint there; expected"):
-        find_checkpoint(tmp_path / name)
-
-
-def test_weights_alone_can_be_started_from_but_not_resumed(save):
-    checkpoints = save(3)
-    (checkpoints.path(3) / "optim.safetensors").unlink()
-    assert find_checkpoint(checkpoints.folder.parent).model_tensors()["a"][0, 0] == 3
-    with pytest.raises(DamagedCheckpoint, match=r"optim.safetensors is missing"):
-        load_checkpoint(checkpoints.path(3))
-
-
-def test_weights_that_do_not_fit_are_listed():
-    model = torch.nn.Linear(2, 3)
-    tensors = {"weight": torch.zeros(3, 3), "bias": torch.zeros(3).half(), "more": torch.zeros(1)}
-    with pytest.raises(ConfigError) as found:
-        load_model_tensors(model, tensors, "X")
-    assert found.value.problems == [
-        "X has an extra tensor 'more'",
-        "X: bias is ((3,), torch.float16), the model's is ((3,), torch.float32)",
-        "X: weight is ((3, 3), torch.float32), the model's is ((3, 2), torch.float32)",
-    ]
-    assert model.weight.abs().sum() > 0  # nothing was copied
-
-
 # Damaged and hostile files
 
 
-def damage(path: Path, at: int | None = None) -> None:
-    content = bytearray(path.read_bytes())
-    at = random.Random(0).randrange(len(content)) if at is None else at
-    content[at] ^= 4
-    path.write_bytes(content)
-
-
-class Killed(BaseException):
-    pass
-
-
-def killed(*args, **kwargs) -> None:
-    raise Killed
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 def reseal(folder: Path, change) -> None:
-    """Change the manifest as an attacker would: with a seal that fits."""
     manifest = json.loads((folder / MANIFEST).read_text())
-    manifest.pop("seal")
-    manifest = change(manifest) or manifest
-    sealed = {**manifest, "seal": seal(manifest)}
-    (folder / MANIFEST).write_text(json.dumps(sealed))
+    write_sealed(folder, change(manifest) or manifest)
 
 
 ESCAPES = ["../x", "/etc/passwd", "tokenizer/../../x", "tokenizer/", "tokenizer/.x", "a\\b", "CON:"]
@@ -525,7 +487,7 @@ def test_a_hostile_manifest_is_refused_by_name(save, change):
     ids=["empty", "torn", "list", "null", "number", "no UTF-8", "deep lists", "deep objects"],
 )
 @pytest.mark.parametrize("name", [MANIFEST, "state.json", "run.json"])
-def test_json_that_is_none(save, name, content):
+def test_a_json_file_that_is_not_json_is_named(save, name, content):
     folder = save(4).path(4)
     (folder / name).write_bytes(content)
     with pytest.raises(DamagedCheckpoint, match=name):
@@ -541,16 +503,11 @@ def test_links_are_refused(save, place, tmp_path):
         read_manifest(folder)
 
 
-def test_a_file_that_the_manifest_does_not_list_is_refused(save):
-    folder = save(4).path(4)
-    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+def test_unlisted_and_swapped_files_are_refused(save, tmp_path):
+    checkpoints = save(4, 5, 6)
+    (checkpoints.path(6) / "tokenizer" / "tokenizer.json").write_text("{}")
     with pytest.raises(DamagedCheckpoint, match="tokenizer.json does not belong there"):
-        read_manifest(folder)
-
-
-def test_files_swapped_between_checkpoints_are_refused(save):
-    checkpoints = save(4)
-    save(5)
+        read_manifest(checkpoints.path(6))
     for name in ("model.safetensors", "optim.safetensors"):
         shutil.copy(checkpoints.path(4) / name, checkpoints.path(5) / name)
     with pytest.raises(DamagedCheckpoint, match="step-5/model.safetensors is damaged"):
@@ -559,6 +516,22 @@ def test_files_swapped_between_checkpoints_are_refused(save):
     os.rename(checkpoints.path(4), checkpoints.path(5))
     with pytest.raises(DamagedCheckpoint, match="holds step 4"):
         read_manifest(checkpoints.path(5))
+    moved = tmp_path / "any-name"  # so that the folder's own name does not tell
+    os.rename(checkpoints.path(5), moved)
+    reseal(moved, lambda m: m.update(step=5))
+    with pytest.raises(DamagedCheckpoint, match="step 4, not 5"):
+        load_checkpoint(moved)
+
+
+def test_a_changed_manifest_is_found_by_its_seal(save, tmp_path):
+    folder = save(4).path(4)
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text.replace('"world": 1', '"world": 2'))
+    with pytest.raises(DamagedCheckpoint, match="its own hash does not match"):
+        read_manifest(folder)
+    write_manifest(tmp_path, 1, {}, {})  # sealed, but by another program
+    with pytest.raises(DamagedCheckpoint, match="is not listed"):
+        read_manifest(tmp_path)
 
 
 def header(text: bytes, length: int | None = None, data: bytes = b"") -> bytes:
@@ -588,11 +561,9 @@ LIES = {
 
 @pytest.mark.parametrize("content", LIES.values(), ids=LIES)
 def test_a_safetensors_header_that_lies_is_refused(save, content):
-    """Hash and size fit, as if the attacker had made the whole checkpoint."""
     folder = save(4).path(4)
-    (folder / "model.safetensors").unlink()
-    entry = write_file(folder / "model.safetensors", [content])
-    reseal(folder, lambda m: m["files"].update({"model.safetensors": entry}))
+    (folder / "model.safetensors").write_bytes(content)
+    refit(folder, "model.safetensors")  # size and hash match
     with pytest.raises(DamagedCheckpoint, match="model.safetensors"):
         load_checkpoint(folder).model_tensors()
 
@@ -619,36 +590,11 @@ def test_a_safetensors_header_that_lies_is_refused(save, content):
 )  # fmt: skip
 def test_a_state_of_wrong_types_or_ranges_is_refused(save, change):
     folder = save(4).path(4)
-    saved = {**asdict(TrainState(step=4)), **change}
-    (folder / "state.json").unlink()
-    entry = write_file(folder / "state.json", [json.dumps(saved).encode()])
-    reseal(folder, lambda m: m["files"].update({"state.json": entry}))
+    (folder / "state.json").write_text(json.dumps({**asdict(TrainState(step=4)), **change}))
+    refit(folder, "state.json")
     with pytest.raises(DamagedCheckpoint, match="state.json"):
         load_checkpoint(folder)
 
 
 def test_a_state_of_an_older_version_has_defaults():
     assert state_from_json({"step": 3}) == TrainState(step=3, tokens=None)
-
-
-def test_state_and_manifest_must_tell_one_step(save, tmp_path):
-    folder = save(4).path(4)
-    moved = tmp_path / "any-name"  # so that the folder's own name does not tell
-    os.rename(folder, moved)
-    reseal(moved, lambda m: m.update(step=5))
-    with pytest.raises(DamagedCheckpoint, match="step 4, not 5"):
-        load_checkpoint(moved)
-
-
-def test_the_seal_alone_finds_a_changed_manifest(save):
-    folder = save(4).path(4)
-    text = (folder / MANIFEST).read_text()
-    (folder / MANIFEST).write_text(text.replace('"world": 1', '"world": 2'))
-    with pytest.raises(DamagedCheckpoint, match="its own hash does not match"):
-        read_manifest(folder)
-
-
-def test_a_manifest_of_another_program_is_said_to_be_strange(tmp_path):
-    write_manifest(tmp_path, 1, {}, {})
-    with pytest.raises(DamagedCheckpoint, match="is not listed"):
-        read_manifest(tmp_path)

@@ -8,14 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faultlib import train
+from faultlib import refit, train, write_sealed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cli.command import exit_code_of
-from cli.files import seal, write_file
 from cli.options import ConfigError
-from data.config import DataConfig
 from data.meta import read_meta
 from data.shards import Windows
 from data.tokenizer import load_tokenizer
@@ -112,11 +110,6 @@ def test_any_manifest_and_header_is_understood_or_refused(n, trained_once, tmp_p
         except (DamagedCheckpoint, ConfigError):
             pass
 
-    def resealed(manifest: dict) -> None:
-        manifest.pop("seal", None)
-        sealed = {**manifest, "seal": seal(manifest)}
-        (folder / MANIFEST).write_text(json.dumps(sealed))
-
     @settings(max_examples=n // 2, **QUIET)
     @given(st.sampled_from([*good, "entry", "name"]), json_values, st.sampled_from(FILES))
     def manifests(where: str, value, name: str) -> None:
@@ -127,7 +120,7 @@ def test_any_manifest_and_header_is_understood_or_refused(n, trained_once, tmp_p
             manifest["files"][str(value)] = manifest["files"][name]
         else:
             manifest[where] = value
-        resealed(manifest)
+        write_sealed(folder, manifest)
         attempt()
 
     @settings(max_examples=n // 2, **QUIET)
@@ -138,11 +131,9 @@ def test_any_manifest_and_header_is_understood_or_refused(n, trained_once, tmp_p
         changed[tensor][field] = value
         text = json.dumps(changed).encode()
         size = (len(text) if lie is None else lie).to_bytes(8, "little")
-        (folder / "model.safetensors").unlink()
-        entry = write_file(folder / "model.safetensors", [size + text + tensors[8 + length :]])
-        manifest = json.loads(json.dumps(good))
-        manifest["files"]["model.safetensors"] = entry
-        resealed(manifest)
+        (folder / "model.safetensors").write_bytes(size + text + tensors[8 + length :])
+        write_sealed(folder, json.loads(json.dumps(good)))
+        refit(folder, "model.safetensors")
         attempt()
 
     manifests()
@@ -204,15 +195,6 @@ def test_booby_trapped_files_of_every_kind_are_not_run(trained, tiny_folder, tmp
     figure(f"{tried} booby-trapped files of a run, a checkpoint, prepared data", "run 0")
 
 
-def refit(step: Path, name: str) -> None:
-    manifest = json.loads((step / MANIFEST).read_text())
-    manifest.pop("seal")
-    content = (step / name).read_bytes()
-    manifest["files"][name] = write_file(step / name, [content])
-    sealed = {**manifest, "seal": seal(manifest)}
-    (step / MANIFEST).write_text(json.dumps(sealed))
-
-
 def read_everything(run: Path, data: Path) -> None:
     """All that training, resuming and sampling read; each failure must be one that is told."""
 
@@ -255,7 +237,3 @@ def test_a_config_that_lies_about_its_sizes_is_refused(trained, tmp_path):
         with pytest.raises((ConfigError, DamagedCheckpoint)):
             main([str(step), "--prompt", "def "])
         assert train([CONFIG, f"--out_dir={tmp_path / 'x'}", f"--init_from={step}"]) in (2, 3)
-
-
-def test_the_default_data_config_is_not_touched():
-    assert DataConfig().problems() == []
