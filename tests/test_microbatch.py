@@ -1,4 +1,4 @@
-"""`--micro_batch=auto`: the largest that fits, by trying or by estimate, the same on all ranks."""
+"""`--micro_batch=auto`: the largest size that fits, by trial or estimate, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -49,15 +49,10 @@ def test_on_a_cpu_the_estimate_stays_within_half_of_what_is_free(monkeypatch, si
     assert pick_micro_batch(CONFIG, Ranks()) < size
 
 
-def test_with_memory_enough_or_unknown_it_is_the_whole_share(monkeypatch):
-    for free in (1e15, None):
-        monkeypatch.setattr(memory, "available_bytes", lambda free=free: free)
-        assert pick_micro_batch(CONFIG, Ranks()) == 12
-
-
-def test_with_memory_for_nothing_it_is_one(monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1)
-    assert pick_micro_batch(CONFIG, Ranks()) == 1
+@pytest.mark.parametrize(("free", "size"), [(1e15, 12), (None, 12), (1, 1)])
+def test_with_enough_or_unknown_memory_it_is_the_whole_share(monkeypatch, free, size):
+    monkeypatch.setattr(memory, "available_bytes", lambda: free)
+    assert pick_micro_batch(CONFIG, Ranks()) == size
 
 
 def test_running_out_of_memory_is_caught(monkeypatch):
@@ -102,12 +97,9 @@ def test_a_trial_holds_what_a_step_holds(monkeypatch, reduction, size, world, fo
     assert found[0] == held * GPT(CONFIG.model).parameter_count()
 
 
-def test_free_memory_is_a_plausible_number():
+def test_free_memory_is_the_machines_or_the_containers(monkeypatch):
     free = memory.available_bytes()
     assert free is None or 1e7 < free < 1e14
-
-
-def test_a_containers_limit_counts_as_free_memory_does(monkeypatch):
     monkeypatch.setattr(memory, "cgroup_memory_left", lambda: 12345)
     assert memory.available_bytes() == 12345
 

@@ -1,4 +1,4 @@
-"""AdamW and Muon against torch's own, the groups, and the one facade before GradScaler."""
+"""AdamW and Muon against torch's own, the groups, and one interface for GradScaler."""
 
 from __future__ import annotations
 
@@ -60,18 +60,11 @@ def test_muon_has_the_matrices_of_the_blocks_and_nothing_else():
     assert all(name.endswith("_proj.weight") for name in groups["muon"])
 
 
-def test_a_tied_weight_is_moved_once():
-    model = tiny_model(tie_embeddings=True)
-    groups = group_names(dict(model.named_parameters()), muon=True)
-    assert groups["decay"] == ["embed.weight"]
-    assert sum(p.numel() for p in model.parameters()) == model.parameter_count()
-
-
 # AdamW
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_adamw_is_torchs_to_the_bit(fused):
+def test_adamw_is_torchs_bit_for_bit(fused):
     torch.set_num_threads(1)
     ours, theirs = tiny_model(), tiny_model()
     config = OptimConfig(lr=3e-3, weight_decay=0.3, beta1=0.8, beta2=0.97, eps=1e-6)
@@ -91,17 +84,6 @@ def test_adamw_is_torchs_to_the_bit(fused):
             assert torch.equal(state[f"{name}::{slot}"], value)
 
 
-def test_decay_is_decoupled_from_the_gradient():
-    model = tiny_model()
-    optimizers = Optimizers(model, OptimConfig(lr=0.1, weight_decay=0.5), CPU)
-    before = model.embed.weight.detach().clone()
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizers.step()
-    assert torch.allclose(model.embed.weight, before * (1 - 0.1 * 0.5))
-    assert torch.equal(model.norm.weight, torch.ones(16))
-
-
 # Muon
 
 
@@ -113,11 +95,6 @@ def test_orthogonalized_matrices_have_singular_values_near_1(shape):
     values = torch.linalg.svdvals(found)
     assert values.min() > 0.6
     assert values.max() < 1.3
-    # Same singular vectors: U^T found V is diagonal.
-    u, _, vt = torch.linalg.svd(x, full_matrices=False)
-    inner = u.mT @ found @ vt.mT
-    off = inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))
-    assert off.abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 24), (2, 64, 32), (2, 16, 16)])
@@ -143,7 +120,7 @@ def test_the_size_of_a_matrix_does_not_matter_to_its_direction():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
-def test_muon_is_torchs_within_what_bfloat16_can_hold(shape, dtype):
+def test_muon_is_torchs_to_bfloat16s_rounding(shape, dtype):
     rng = torch.Generator().manual_seed(0)
     weight, gradients = torch.randn(shape, generator=rng), torch.randn((3, *shape), generator=rng)
     ours, theirs = (torch.nn.Parameter(weight.clone()) for _ in range(2))
@@ -183,7 +160,7 @@ def test_muon_computes_in_bfloat16_on_gpus_that_have_units_for_it(monkeypatch, c
     assert optimizers.parts[1].dtype == dtype
 
 
-def test_matrices_of_one_shape_do_not_mix():
+def test_matrices_of_the_same_shape_do_not_mix():
     def stepped(names: list[int]) -> list[torch.Tensor]:
         params = []
         for name in names:
@@ -199,15 +176,7 @@ def test_matrices_of_one_shape_do_not_mix():
         assert torch.allclose(a, b, atol=1e-6)
 
 
-def test_a_step_reuses_the_momentum_it_has():
-    model = tiny_model()
-    optimizers = Optimizers(model, OptimConfig(optimizer="muon"), CPU)
-    before = {name: value.data_ptr() for name, value in optimizers.state_tensors().items()}
-    learn(model, optimizers, 2)
-    assert before == {name: value.data_ptr() for name, value in optimizers.state_tensors().items()}
-
-
-# The facade
+# One interface
 
 
 def test_every_learning_rate_follows_the_factor():
@@ -219,7 +188,7 @@ def test_every_learning_rate_follows_the_factor():
 
 
 @pytest.mark.parametrize("where", ["embed.weight", "layers.0.mlp.up_proj.weight"])
-def test_neither_part_moves_if_one_gradient_of_float16_is_not_finite(where):
+def test_no_weight_moves_if_one_float16_gradient_is_not_finite(where):
     model = tiny_model()
     optimizers = Optimizers(model, OptimConfig(optimizer="muon"), CPU)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -243,12 +212,14 @@ def test_neither_part_moves_if_one_gradient_of_float16_is_not_finite(where):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_state_put_back_continues_to_the_bit(optimizer):
+def test_restored_state_continues_bit_for_bit(optimizer):
     torch.set_num_threads(1)
     config = OptimConfig(optimizer=optimizer)
     one, other = tiny_model(), tiny_model()
     of_one, of_other = Optimizers(one, config, CPU), Optimizers(other, config, CPU)
+    places = {name: t.data_ptr() for name, t in of_one.state_tensors().items()}
     learn(one, of_one, 3)
+    assert places == {name: t.data_ptr() for name, t in of_one.state_tensors().items()}  # in place
     other.load_state_dict(one.state_dict())
     of_other.load_state_tensors({name: t.clone() for name, t in of_one.state_tensors().items()})
     learn(one, of_one, 2, seed=1)

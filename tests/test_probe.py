@@ -1,4 +1,4 @@
-"""Attention maps: causal, complete, the model's own, and taken without touching it."""
+"""Attention maps are causal, complete and the model's own, and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_maps_are_distributions_over_the_past(position):
     assert (maps.diagonal(dim1=-2, dim2=-1) > 0).all()
 
 
-def test_maps_are_what_the_model_mixes_by():
+def test_maps_are_the_weights_that_the_model_uses():
     """Rebuilt from the last layer's map: its heads' outputs, projected and added, give the model's
     hidden state before the MLP."""
     model = make_model().eval()
@@ -50,7 +50,7 @@ def test_maps_are_what_the_model_mixes_by():
     torch.testing.assert_close(inputs["out"], expected)
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_unchanged():
     model = make_model().train()
     model.use_attention("tiled")
     before = {name: p.clone() for name, p in model.state_dict().items()}
@@ -65,7 +65,7 @@ def test_the_model_is_left_as_it_was():
     assert torch.is_grad_enabled()
 
 
-def test_too_long_a_text_is_refused_and_the_mode_restored():
+def test_a_text_that_is_too_long_is_refused_and_the_mode_restored():
     model = make_model().train()
     with pytest.raises(ValueError, match="context_length=16"):
         attention_maps(model, torch.zeros(1, 17, dtype=torch.long))
