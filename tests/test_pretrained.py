@@ -14,16 +14,12 @@ import re
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import sample
 import tools.evaluate
 import train
-from data import prepare
-from data.config import DataConfig
-from data.meta import read_meta
 from data.tokenizer import load_tokenizer, ready_tokenizer
 from tools.export import __main__ as export
 from training.metrics import read_metrics
@@ -78,8 +74,8 @@ LIKE_DAMAGE = (
 
 
 def mixed_text(n_bytes: int = 1_000_000) -> str:
-    """Prose, code, many scripts, emoji, odd white space, what looks special and what looks broken,
-    in pieces of a few characters to a few lines, so that each stands before each other."""
+    """Prose, code, many scripts, emoji, odd white space, text like special tokens and like damage,
+    in pieces of a few characters to a few lines, so that all kinds meet."""
     rng = random.Random(1)
     names = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))
     code = "".join(path.read_text("utf-8") for path in names)
@@ -102,7 +98,7 @@ def mixed_text(n_bytes: int = 1_000_000) -> str:
 
 @pytest.fixture(scope="module")
 def library(folder):
-    """The package itself, told as we are that special tokens' text is plain text."""
+    """The `tokenizers` package, to which special tokens are plain text as well."""
     from tokenizers import Tokenizer
 
     library = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -118,39 +114,13 @@ def test_its_tokenizer_gives_the_ids_of_tokenizers(folder, library, tmp_path, fi
     tokenizer.save(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved").encode(text) == expected
     assert tokenizer.decode_bytes(expected) == text.encode()
-    # Were its special tokens read as such, the ids would be others: the text has them.
+    # The text does contain special tokens: read as such they give other ids.
     assert not set(expected) & set(tokenizer.special.values())
     library.encode_special_tokens = False
     assert set(library.encode(text).ids) & set(tokenizer.special.values())
     library.encode_special_tokens = True
     sizes = f"{len(expected):,} ids of {len(text.encode()):,} bytes"
     figure("ids of mixed text, ours and tokenizers'", f"{sizes}, all equal")
-
-
-def test_prepared_text_has_the_ids_of_tokenizers(folder, library, tmp_path):
-    text = mixed_text()
-    source = tmp_path / "mixed.txt"
-    source.write_bytes(text.encode())
-    config = DataConfig(
-        source=str(source),
-        tokenizer=f"hf:{folder}",
-        val_fraction=0.1,
-        prepared_dir=str(tmp_path / "prepared"),
-        workers=2,
-    )
-    prepared = prepare.prepare(config, say=lambda _: None, progress=False)
-    meta = read_meta(prepared)
-    files = [prepared / shard.file for split in ("train", "val") for shard in meta.of(split)]
-    ids = np.concatenate([np.fromfile(file, meta.id_dtype) for file in files]).tolist()
-    # The tail validates: each side is encoded by itself, and the end-of-text ends the second.
-    tokenizer = ready_tokenizer(f"hf:{folder}")
-    train = tokenizer.decode_bytes(ids[: meta.tokens["train"]]).decode()
-    expected = [
-        library.encode(side, add_special_tokens=False).ids
-        for side in (train, text.removeprefix(train))
-    ]
-    assert text.startswith(train)
-    assert ids == [*expected[0], *expected[1], tokenizer.eot]
 
 
 def test_it_knows_the_capital_of_france(folder, command, figure):

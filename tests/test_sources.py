@@ -109,34 +109,20 @@ def test_the_standard_library_is_read_without_tests_and_tables():
 # What names of files and folders decide
 
 
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [
-        ("train.txt", "train"),
-        ("TinyStoriesV2-GPT4-valid.txt", "val"),
-        ("c4-validation.00000-of-00008.json.gz", "val"),
-        ("data/dev-00000.parquet", "val"),
-        ("corpus_val_000000.bin", "val"),
-        ("eval.jsonl", "val"),
-        ("TEST.csv", "test"),
-        ("wiki.test.tokens", "test"),
-        ("test/part-1.txt", "test"),
-        ("test/train_1.txt", "test"),
-        ("train/test_of_time.txt", "train"),
-        ("dev/train.txt", "train"),
-        ("train_test.txt", "test"),
-        ("medieval_000.bin", ""),
-        ("contest.txt", ""),
-        ("evaluation.txt", ""),
-        ("developers.txt", ""),
-        ("trained.txt", ""),
-        ("latest.txt", ""),
-        ("src/test_model.py", ""),
-        ("val.c", ""),
-    ],
-)
-def test_a_split_is_named_by_whole_words(name, split):
-    assert named_split(PurePath(name)) == split
+SPLITS = {
+    "train": "train.txt train/test_of_time.txt dev/train.txt",
+    "val": "TinyStoriesV2-GPT4-valid.txt c4-validation.00000-of-00008.json.gz eval.jsonl "
+    "data/dev-00000.parquet corpus_val_000000.bin",
+    "test": "TEST.csv wiki.test.tokens test/part-1.txt test/train_1.txt train_test.txt",
+    "": "medieval_000.bin contest.txt evaluation.txt developers.txt trained.txt latest.txt "
+    "src/test_model.py val.c",
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_split_is_named_by_whole_words(split):
+    names = SPLITS[split].split()
+    assert {name: named_split(PurePath(name)) for name in names} == dict.fromkeys(names, split)
 
 
 def test_the_test_split_is_left_out_and_the_validation_split_marked(tmp_path):
@@ -379,7 +365,11 @@ def split_text(mode: str, fraction: float, texts: list[str]) -> tuple[str, dict[
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5, 0.9])
-@pytest.mark.parametrize("texts", [["日本" * 50], ["a" * 30, "é" * 70, "z"], ["x" * 19] * 3])
+@pytest.mark.parametrize(
+    "texts",
+    [["日本" * 50], ["a" * 30, "é" * 70, "z"], ["x" * 19] * 3, ["two pieces\n" * 120_000]],
+    ids=range(4),
+)
 def test_the_tail_is_the_last_characters(texts, fraction):
     mode, found = split_text("tail", fraction, texts)
     whole = "".join(texts)

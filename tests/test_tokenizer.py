@@ -297,15 +297,6 @@ def test_a_saved_tokenizer_gives_the_same_ids(tokenizer, tmp_path):
         assert loaded.encode(text, special=True) == tokenizer.encode(text, special=True)
 
 
-def test_own_bpe_is_saved_in_hugging_faces_format(own, tmp_path):
-    own.save(tmp_path)
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    for text in (HARD[5], HARD[7], corpus(1)[0]):
-        assert theirs.encode(text) == own.encode(text)
-    assert theirs.convert_tokens_to_ids(SPECIAL) == own.eot
-
-
 def test_a_saved_bpe_keeps_the_pattern_it_was_trained_with(own, tmp_path, monkeypatch):
     own.save(tmp_path)
     monkeypatch.setattr("data.tokenizer.SPLIT_PATTERN", r"\w+|\W")
