@@ -373,7 +373,7 @@ def _refuse_unused_names(path: Path) -> None:
         where = f"{path}: line {getattr(error, 'lineno', 1)}"
         raise ConfigError(f"{where}: {getattr(error, 'msg', error)}") from error
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    used = {node.id for node in names if isinstance(node.ctx, ast.Load)} | {"config"}
+    used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
     problems = [
         f"{path}: line {node.lineno}: {node.id} is set but never used{advice}"
         for node in names
