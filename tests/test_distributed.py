@@ -43,11 +43,15 @@ def with_ranks(do):
 # Sharing and meeting
 
 
-def test_what_rank_0_makes_is_everyones(tmp_path):
+def test_sharing_summing_and_gathering(tmp_path):
     def do(ranks: Ranks) -> None:
         for word in ("first", "second"):  # two in a row do not mix
             found = ranks.share(lambda word=word: {word: [ranks.rank, None, "ü"]}, "a test")
             assert found == {word: [0, None, "ü"]}
+        assert ranks.sum_ints([ranks.rank, 2**40], "a test") == [3, 3 * 2**40]
+        found = ranks.gather(torch.full((2,), float(ranks.rank)), "a test")
+        assert [t.tolist() for t in found] == [[0, 0], [1, 1], [2, 2]]
+        assert [int(t) for t in ranks.gather(torch.tensor(ranks.rank), "0-dim")] == [0, 1, 2]
 
     job = Job(3, [], tmp_path, command=with_ranks(do))
     assert job.wait() == [0, 0, 0], job.text()
@@ -70,7 +74,7 @@ class Damaged(Exception):
     ],
     ids=repr,
 )
-def test_what_rank_0_raises_ends_the_others_quietly_with_the_same_code(tmp_path, error, code):
+def test_an_error_on_rank_0_ends_the_others_quietly_with_the_same_code(tmp_path, error, code):
     def make():
         if error is None:
             return object()
@@ -83,8 +87,8 @@ def test_what_rank_0_raises_ends_the_others_quietly_with_the_same_code(tmp_path,
     assert job.logs[1].read_text() == ""
 
 
-def test_one_rank_may_take_longer_than_the_time_out_if_it_lives(tmp_path):
-    """As when one compiles and the others find their kernels in a cache."""
+def test_a_rank_may_take_longer_than_the_time_out_while_it_is_alive(tmp_path):
+    """For example, one compiles while the others find their kernels in a cache."""
 
     def do(ranks: Ranks) -> None:
         ranks.timeout = 1.2
@@ -97,7 +101,7 @@ def test_one_rank_may_take_longer_than_the_time_out_if_it_lives(tmp_path):
 
 
 def slow_first_rank(owner: object, name: str, call: int, seconds: float):
-    """A hook: on rank 0 a call of this function takes so long."""
+    """Return a hook: on rank 0 this call of the function takes so long."""
 
     def patch() -> None:
         original, calls = getattr(owner, name), iter(range(10**6))
@@ -123,10 +127,8 @@ ALONE = {  # what is slow, in which call, and options by which nothing else is d
 }
 
 
-def test_the_first_rank_may_be_busy_beside_the_loop_for_longer_than_the_time_out(
-    tiny_argv, tmp_path
-):
-    """A run for each, side by side, for most of the time is waited."""
+def test_rank_0_may_be_busy_outside_the_loop_for_longer_than_the_time_out(tiny_argv, tmp_path):
+    """One run per case, all at once: they mostly wait."""
     jobs = {}
     for name, (*where, options) in ALONE.items():
         folder = tmp_path / name
@@ -149,18 +151,7 @@ def test_a_rank_that_died_before_a_meeting_is_named(tmp_path):
     assert "rank 0 waited for rank 1: compiling the model; no sign of life" in job.text()
 
 
-def test_sums_and_gathers(tmp_path):
-    def do(ranks: Ranks) -> None:
-        assert ranks.sum_ints([ranks.rank, 2**40], "a test") == [3, 3 * 2**40]
-        found = ranks.gather(torch.full((2,), float(ranks.rank)), "a test")
-        assert [t.tolist() for t in found] == [[0, 0], [1, 1], [2, 2]]
-        assert [int(t) for t in ranks.gather(torch.tensor(ranks.rank), "0-dim")] == [0, 1, 2]
-
-    job = Job(3, [], tmp_path, command=with_ranks(do))
-    assert job.wait() == [0, 0, 0], job.text()
-
-
-def test_a_single_process_talks_to_nobody():
+def test_a_single_process_does_not_communicate():
     ranks = Ranks()
     assert ranks.share(lambda: object, "x") is object
     assert ranks.sum_ints([3], "x") == [3]
@@ -181,8 +172,8 @@ def test_ranks_that_start_with_other_weights_are_found(monkeypatch):
     ("backend", "failed", "left"),
     [("nccl", False, 1), ("nccl", True, 0), ("gloo", False, 1), ("gloo", True, 1)],
 )
-def test_nccl_is_left_in_order_only_if_all_is_well(monkeypatch, backend, failed, left):
-    """Its way out waits for the others, who may be waiting for this rank."""
+def test_nccl_is_closed_in_order_only_if_nothing_failed(monkeypatch, backend, failed, left):
+    """Closing waits for the others, which may be waiting for this rank."""
     destroyed = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
@@ -235,7 +226,7 @@ def test_every_other_error_passes_as_it_is(error, world, monkeypatch):
 
 
 def buggy(where: str, rank: int):
-    """A hook: in its fourth update this rank's model has a bug, in forward or in backward."""
+    """Return a hook: in step 4 the model of this rank has a bug, in forward or in backward."""
     import model.gpt
 
     def patch() -> None:
@@ -310,7 +301,7 @@ def test_a_killed_rank_is_named_with_the_step(tiny_argv, tmp_path):
 # torchrun
 
 
-def test_modes_that_do_not_fit_how_it_was_started(monkeypatch):
+def test_a_mode_that_does_not_fit_the_launch_is_refused(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError, match="mode=ddp: needs several processes.*torchrun"):
         join_ranks("ddp", 1)
@@ -330,7 +321,7 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
             join_ranks("auto", 1)
 
 
-def test_every_training_ties_itself_to_torchrun_also_a_single_one(monkeypatch):
+def test_a_single_process_ties_itself_to_torchrun_too(monkeypatch):
     tied = []
     monkeypatch.setattr(training.distributed, "_die_with_torchrun", lambda: tied.append(1))
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -339,7 +330,7 @@ def test_every_training_ties_itself_to_torchrun_also_a_single_one(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can tie a process to its parent")
 @pytest.mark.parametrize("under_torchrun", [True, False])
-def test_only_under_torchrun_is_a_killed_parent_told_to_the_child(under_torchrun):
+def test_a_killed_parent_stops_the_child_only_under_torchrun(under_torchrun):
     shared = Shared()
 
     def child(argv: list[str]) -> int:
@@ -371,7 +362,7 @@ def test_only_under_torchrun_is_a_killed_parent_told_to_the_child(under_torchrun
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_torchrun_that_was_dead_already_is_noticed(monkeypatch):
+def test_a_torchrun_that_is_dead_already_is_noticed(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setattr(os, "getppid", lambda: 1)
     monkeypatch.setattr(training.distributed.ctypes, "CDLL", lambda name: type("C", (), {
@@ -383,33 +374,25 @@ def test_a_torchrun_that_was_dead_already_is_noticed(monkeypatch):
 # Devices
 
 
-@pytest.fixture
-def two_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_devices(monkeypatch):
+    def see(n_gpus: int, mps: bool) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
 
-
-def test_devices_where_there_are_gpus(two_gpus):
+    see(2, mps=False)
     assert pick_device("auto", local_rank=1) == torch.device("cuda", 1)
     assert pick_device("cuda") == torch.device("cuda", 0)
     assert pick_device("cuda:1") == torch.device("cuda", 1)
     assert pick_device("cpu") == torch.device("cpu")
     with pytest.raises(ConfigError, match="GPU 2 is not there; torch sees 2"):
         pick_device("cuda", local_rank=2)
-
-
-def test_devices_where_there_are_none(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    see(0, mps=False)
     assert pick_device("auto") == torch.device("cpu")
-    for name, message in (
-        ("cuda", "torch sees 0"),
-        ("mps", "no Apple GPU"),
-        ("tpu:x", "must be"),
-    ):
+    for name, message in (("cuda", "torch sees 0"), ("mps", "no Apple GPU"), ("tpu:x", "must be")):
         with pytest.raises(ConfigError, match=message):
             pick_device(name)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    see(0, mps=True)
     assert pick_device("auto").type == "mps"
 
 
