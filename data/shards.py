@@ -35,7 +35,7 @@ Row = tuple[np.ndarray, ...]  # tokens, targets and, with document_mask, documen
 
 
 class Windows:
-    """The windows of one split: T tokens and, as targets, the T tokens that follow each of them.
+    """The windows of one split: T tokens each and, as targets, the same text shifted by one token.
 
     kind: "packed" or "document"; see SourceWindows. In a mixture the windows of the second source
     come after those of the first, and so on.
@@ -83,8 +83,8 @@ class Windows:
         return source.window(within, shift)
 
     def pair(self, i: int, shift: int = 0) -> Row:
-        """(tokens, targets) of window i, (T,) int64 each; IGNORE_INDEX where a target is no part of
-        the window. With document_mask also each token's document, numbered from 0 in the row."""
+        """(tokens, targets) of window i, (T,) int64 each; IGNORE_INDEX where there is no target.
+        With document_mask also each token's document, numbered from 0 within the row."""
         source, within = self._locate(i)
         return source.pair(within, shift)
 
@@ -144,7 +144,7 @@ class SourceWindows:
         T = self.context_length
         first, count = self._targets(i, shift)
         ids = self.stream.read(first - 1, T + 1)
-        tokens, targets = ids[:-1], ids[1:]  # every target is the token after its token
+        tokens, targets = ids[:-1], ids[1:]  # the target of a token is the next token
         if count < T:
             targets = targets.copy()  # it shares memory with tokens
             targets[count:] = IGNORE_INDEX
@@ -269,7 +269,7 @@ class TokenStream:
         return ids
 
     def _opened(self, number: int) -> tuple[BinaryIO, bytes]:
-        """Return a shard's file and checksums, opening it if needed; at most max_open stay open."""
+        """Return a shard's file and checksums; opens it if needed, at most max_open at a time."""
         if number not in self._open:
             shard = self._shards[number]
             path = self._folder / shard.file
