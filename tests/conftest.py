@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -124,6 +124,34 @@ def command(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
         return (int(ended.value.code), *capsys.readouterr())
 
     return run
+
+
+# For pages
+
+FLAGS = (
+    "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
+    "disable-component-update disable-sync disable-dev-shm-usage"
+)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory) -> Iterator:
+    """Headless Chromium. Needs Debian's chromium and chromium-driver, and the package selenium."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not chromium or not chromedriver:
+        pytest.skip("no chromium")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    profile = tmp_path_factory.mktemp("profile")
+    for flag in [*FLAGS.split(), f"user-data-dir={profile}"]:
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(executable_path=chromedriver)
+    driver = webdriver.Chrome(options=options, service=service)
+    driver.set_script_timeout(60)
+    yield driver
+    driver.quit()
 
 
 # A test with one of these markers runs only if it is asked for. Then it must not be skipped in

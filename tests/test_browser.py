@@ -6,13 +6,12 @@ Run with -m browser; needs Debian's chromium and chromium-driver, and the packag
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from browserlib import DESKTOP, PHONE, errors, show
 from runlib import PASSAGE, write_run
 
 from tools import attention
@@ -22,48 +21,14 @@ from training.weights import find_weights
 
 pytestmark = pytest.mark.browser
 
-FLAGS = (
-    "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
-    "disable-component-update disable-sync disable-dev-shm-usage"
-)
-DESKTOP, PHONE = (1280, 900), (390, 844)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator:
-    webdriver = pytest.importorskip("selenium.webdriver")
-    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not chromium or not chromedriver:
-        pytest.skip("no chromium")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    profile = tmp_path_factory.mktemp("profile")
-    for flag in [*FLAGS.split(), f"user-data-dir={profile}"]:
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(executable_path=chromedriver)
-    driver = webdriver.Chrome(options=options, service=service)
-    driver.set_script_timeout(60)
-    yield driver
-    driver.quit()
-
 
 def open_page(browser, path: Path, size: tuple[int, int], dark: bool = False) -> None:
-    """Load a file at a size and color scheme, and wait until its charts are drawn."""
+    """Load a file and wait until its charts are drawn."""
     from selenium.webdriver.support.ui import WebDriverWait
 
-    feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    shape = {"width": size[0], "height": size[1], "deviceScaleFactor": 1}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**shape, "mobile": False})
-    browser.get(path.as_uri())
+    show(browser, path.as_uri(), size, dark)
     drawn = "return [...document.querySelectorAll('.chart')].every((chart) => chart.firstChild)"
     WebDriverWait(browser, 60).until(lambda b: b.execute_script(drawn))
-
-
-def errors(browser) -> list[str]:
-    found = browser.get_log("browser")
-    return [entry["message"] for entry in found if entry["level"] in ("WARNING", "SEVERE")]
 
 
 @pytest.fixture(scope="module")
