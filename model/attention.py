@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig, attention_dropout
 from model.layers import RMSNorm
-from model.rope import Rotate
+from model.rope import rotate
 
 Rotation = tuple[Tensor, Tensor] | None
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
@@ -251,7 +251,6 @@ class CausalSelfAttention(nn.Module):
         self.o_proj = nn.Linear(config.n_heads * D, C, bias=config.bias)
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
-        self.rotate = Rotate()
 
     def forward(
         self,
@@ -270,7 +269,7 @@ class CausalSelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or H_kv, T, D)
         if rotation is not None:
-            q, k = self.rotate(q, *rotation), self.rotate(k, *rotation)
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, H_kv, S, D)
         dropout_p = self.dropout if self.training else 0.0

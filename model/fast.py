@@ -1,11 +1,12 @@
-"""Hand-written forward and backward passes: the modules of layers, rope and loss, but faster.
+"""Hand-written forward and backward passes: modules of layers.py and loss.py, but faster.
 
-Nothing here is needed to understand the model: every class computes what its parent computes, and
-tests hold it to that. `speed_up(model)` puts them in; training does so once, at the start.
+Nothing here is needed to understand the model: each class computes what its parent computes, which
+tests verify. `speed_up(model)` installs them, once, at the start of training. Each saves more than
+5% of the time of a training step somewhere, or of its activations (docs/speed.md), or it goes.
 
-On a CPU a norm, a rotation or a loss is bound by memory: run one operation at a time, each reads
-and writes everything again. Written by hand, forward and backward need fewer passes. (On GPUs
-PyTorch has fused kernels for most of it, and a compiler fuses by itself.)
+On a CPU, a norm or a loss is bound by memory: run one operation at a time, each reads and writes
+everything again. Written by hand, forward and backward need fewer passes. (On GPUs PyTorch has
+fused kernels for most of it, and a compiler fuses by itself.)
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from torch.autograd import Function
 
 from model import loss
 from model.layers import RMSNorm
-from model.rope import Rotate
 
 
 def speed_up(model: nn.Module) -> None:
-    """Let every module of a class that has a faster one here compute as that one does.
+    """Replace the class of every module that has a faster one here.
 
-    The modules stay the same objects, with the same parameters and names; a class of your own is
-    left as it is.
+    The modules stay the same objects, with the same parameters and names. Your own classes are left
+    alone, subclasses included.
     """
     for module in model.modules():
         module.__class__ = FASTER.get(type(module), type(module))
@@ -42,32 +42,14 @@ class FastRMSNorm(RMSNorm):
         return super().forward(x)
 
 
-class FastRotate(Rotate):
-    """RoPE without temporaries."""
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if trains_on_cpu(x) and x.dtype == cos.dtype:
-            return RotationFunction.apply(x, cos, sin)
-        return super().forward(x, cos, sin)
-
-
-class FastDropout(nn.Dropout):
-    """Dropout with 16 random bits per element instead of 53."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.p > 0 and trains_on_cpu(x):
-            return DropoutFunction.apply(x, self.p)
-        return super().forward(x)
-
-
 class FastCrossEntropy(loss.CrossEntropy):
-    """Cross entropy whose gradient is made beside the logits, on any device, or over them."""
+    """Cross entropy whose gradient is computed along with the logits, or written over them."""
 
     def forward(
         self, x: Tensor, head: Tensor, targets: Tensor, reduction: loss.Reduction
     ) -> Tensor:
         flat_targets, dtype = targets.flatten(), product_dtype(x)
-        # float16's products must see the factor by which GradScaler keeps them in its range.
+        # float16's products need GradScaler's factor, which arrives only in the backward pass.
         by_hand = x.requires_grad and reduction != "none" and dtype != torch.float16
         if not (by_hand and loss.in_chunks(head, flat_targets)):
             return super().forward(x, head, targets, reduction)
@@ -84,19 +66,13 @@ class FastCrossEntropy(loss.CrossEntropy):
         return CrossEntropyFunction.apply(logits, targets, loss.IGNORE_INDEX)
 
 
-# class -> the class that computes the same faster
-FASTER: dict[type, type] = {
-    RMSNorm: FastRMSNorm,
-    Rotate: FastRotate,
-    nn.Dropout: FastDropout,
-    loss.CrossEntropy: FastCrossEntropy,
-}
+FASTER: dict[type, type] = {RMSNorm: FastRMSNorm, loss.CrossEntropy: FastCrossEntropy}
 
 
 def trains_on_cpu(x: Tensor) -> bool:
-    """Whether x is on the way to a gradient, computed an operation at a time on a CPU.
+    """Return whether x needs a gradient and is computed eagerly on a CPU.
 
-    Compilers, exporters and tracers are given the plain formulas.
+    Compilers, exporters and tracers see the plain formulas.
     """
     if not (x.requires_grad and x.is_cpu):
         return False
@@ -104,10 +80,10 @@ def trains_on_cpu(x: Tensor) -> bool:
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """A backward pass that is refused with create_graph=True, for it has no derivative itself.
+    """Refuse create_graph=True for a backward pass that has no derivative of its own.
 
-    torch's decorator of this name cuts the graph at this place. `backward()` then raises, but
-    `torch.autograd.grad` may go round the cut and be silently wrong.
+    PyTorch's decorator of this name cuts the graph here. Then `backward()` raises, but
+    `torch.autograd.grad` may find a way around the cut and be silently wrong.
     """
 
     @functools.wraps(backward)
@@ -137,8 +113,8 @@ class RMSNormFunction(Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         """dx = s (g w - x s mean(g w x s)) and dw = sum(g x s), g being the gradient of y.
 
-        LayerNorm's backward, which PyTorch has fused, is the same with x - mean for x, and takes
-        s mean(g w) off dx. So it is called with a mean of 0, and that term is put back.
+        LayerNorm's backward, which PyTorch has as one kernel, is the same with x - mean in place of
+        x, and subtracts s mean(g w) from dx. So call it with a mean of 0, and add that term back.
         """
         x, weight, scale = ctx.saved_tensors
         dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
@@ -146,30 +122,6 @@ class RMSNormFunction(Function):
         )
         mean = (grad @ weight).unsqueeze(-1) / x.shape[-1]  # (..., 1)
         return dx.add_(scale * mean), dweight, None
-
-
-class RotationFunction(Function):
-    """`apply_rope` without its temporaries. A rotation's gradient is rotated back by the angle."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, -1), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """x (B, H, T, D) turned by sign times the angle whose cos and sin, (T, D/2), are given."""
-    out = torch.empty_like(x)
-    (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-    torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-sign)
-    torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=sign)
-    return out
 
 
 class CrossEntropyFunction(Function):
@@ -186,46 +138,24 @@ class CrossEntropyFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        """(softmax - one-hot) times the gradient, written over log_p, which has done its work."""
+        """(softmax - one-hot) times the gradient, written over log_p, which is used up."""
         log_p, index, counts = ctx.saved_tensors
         grad = (grad * counts)[:, None]  # (N, 1)
         dlogits = log_p.exp_().mul_(grad)
         return dlogits.scatter_add_(1, index, -grad), None, None
 
 
-class DropoutFunction(Function):
-    """x with each element 0 with probability p, rounded to 1/65536, the others divided by 1 - p.
-
-    PyTorch draws 53 random bits for each element, one after the other. Here a draw of 64 decides
-    on four elements.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, p: float) -> Tensor:
-        dropped = min(round(p * 2**16), 2**16 - 1)
-        draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-        draws = draws.view(torch.int16)[: x.numel()].view(x.shape)  # -32768 ... 32767
-        mask = (draws >= dropped - 2**15).to(x.dtype).mul_(2**16 / (2**16 - dropped))
-        ctx.save_for_backward(mask)
-        return x * mask
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        (mask,) = ctx.saved_tensors
-        return grad * mask, None
-
-
 class ChunkedLossFunction(Function):
     """The sum of the losses: x (N, C), head (V, C), targets (N,) -> ().
 
-    d loss / d logits = softmax - one-hot needs nothing of what follows but a factor. So both
-    products of backward are done while a chunk's logits are there, three products in place of the
-    four that making the logits again would take (Hsu et al. 2024, "Liger Kernel").
+    d loss / d logits = softmax - one-hot needs nothing from the backward pass but a factor. So the
+    gradients are computed while a chunk's logits exist: three matrix products, not the four of
+    making the logits again (Hsu et al. 2024, "Liger Kernel").
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-        """dtype: what products are done in. The gradient of head is summed in head's own."""
+        """dtype: of the products. The gradient of head is summed in head's own dtype."""
         weight = head.to(dtype)
         dx, dhead, losses = torch.empty_like(x), torch.zeros_like(head), []
         for start in range(0, len(x), loss.CHUNK_TOKENS):
@@ -253,8 +183,8 @@ class ChunkedLossFunction(Function):
 
 
 def _losses_and_gradients(x: Tensor, head: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """x (N, C), head (V, C), index (N, 1), the targets -> losses, (N, 1), and the gradient of their
-    sum with regard to the logits, (N, V)."""
+    """x (N, C), head (V, C), index (N, 1), the targets -> losses (N, 1), and the gradient of their
+    sum with respect to the logits (N, V)."""
     logits = F.linear(x, head)
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
     losses = -log_p.gather(1, index)
@@ -262,6 +192,6 @@ def _losses_and_gradients(x: Tensor, head: Tensor, index: Tensor) -> tuple[Tenso
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product of x is done in: x's own format, or autocast's."""
+    """Return the dtype of matrix products of x: its own, or autocast's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

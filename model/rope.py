@@ -42,15 +42,13 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return keep * frequencies + (1 - keep) * frequencies / config.rope_factor
 
 
-class Rotate(nn.Module):
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each plane of x (B, H, T, D) by its position's angle; the result has x's dtype.
 
     cos, sin: (T, D/2), float32, from `Rope`.
     """
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x1, x2 = x.chunk(2, dim=-1)  # (B, H, T, D/2) each
-        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
+    x1, x2 = x.chunk(2, dim=-1)  # (B, H, T, D/2) each
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
 
 
 class Rope(nn.Module):

@@ -22,6 +22,7 @@ from peerlib import write_peer
 
 from cli.options import ConfigError
 from model.config import ModelConfig
+from model.fast import FASTER
 from model.gpt import GPT
 from tools.bench import __main__ as bench
 from tools.bench import cost as bench_cost
@@ -360,6 +361,20 @@ def test_the_plain_loss_is_the_same_number():
     with torch.no_grad():
         a, b = (float(model(tokens, tokens + 1, reduction="sum")) for model in models)
     assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_kernels_are_left_out_one_at_a_time(command, monkeypatch):
+    plain = []
+
+    def work(setup, batches, step):
+        kinds = {type(module) for module in setup.model.modules()}
+        plain.append([kind for kind in FASTER if kind in kinds])
+
+    monkeypatch.setattr(bench_cost, "train_step", work)
+    code, out, err = command(bench.main, "kernels", "--quick=true")
+    assert code == 0, err
+    assert plain == [[], *([kind] for kind in FASTER)] * 2
+    assert [line.split()[-2] for line in out.splitlines()[1:3]] == [k.__name__ for k in FASTER]
 
 
 def test_growth_has_a_row_for_each_length_and_width(in_process, command):

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.config import ModelConfig
-from model.fast import FastDropout, FastRMSNorm, RMSNormFunction
+from model.fast import FastRMSNorm, RMSNormFunction
 from model.gpt import GPT
 from model.layers import MLPS, NORMS, LayerNorm, RMSNorm
 
@@ -152,44 +152,6 @@ def test_a_new_mlp_is_a_class_and_a_name(monkeypatch):
     tokens = torch.arange(10)[None]
     model(tokens, tokens).backward()
     assert model.layers[0].mlp.down_proj.weight.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_dropout_drops_its_share_keeps_the_mean_and_sends_gradients_back_the_same_way(p, dtype):
-    torch.manual_seed(0)
-    x = torch.full((401, 501), 2.0, dtype=dtype).requires_grad_()
-    out = FastDropout(p).train()(x)
-    assert out.grad_fn.name() == "DropoutFunctionBackward"  # the hand-written one
-    dropped = out == 0
-    sigma = math.sqrt(p * (1 - p) / x.numel())
-    assert abs(float(dropped.double().mean()) - p) < 4 * sigma
-    assert (out[~dropped] - 2 / (1 - p)).abs().max() < 0.01 * 2 / (1 - p)
-    (gradient,) = torch.autograd.grad(out.sum(), x)
-    assert torch.equal(gradient, out.detach() / 2)
-    # Neighbours, of which four share a draw, are independent.
-    kept = (~dropped).double()
-    together = float((kept[:, :-1] * kept[:, 1:]).mean())
-    assert abs(together - (1 - p) ** 2) < 8 * sigma
-
-
-def test_dropout_is_drawn_from_torchs_generator_and_off_outside_training():
-    x = torch.ones(64, 3, requires_grad=True)
-    layer, outs = FastDropout(0.5).train(), []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        outs.append(layer(x))
-    assert torch.equal(outs[0], outs[1])
-    assert not torch.equal(outs[0], outs[2])
-    assert layer.eval()(x) is x
-    assert torch.equal(FastDropout(0.0).train()(x), x)
-
-
-def test_a_probability_that_rounds_to_1_leaves_the_rest_finite():
-    torch.manual_seed(0)
-    out = FastDropout(1 - 1e-9).train()(torch.ones(1000, 100, requires_grad=True))
-    assert out.isfinite().all()
-    assert (out == 0).double().mean() > 0.999
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from model.fast import FASTER, speed_up
 from model.generate import generate
 from model.gpt import GPT, Block
 from model.inspect import attention_maps, meta_model, module_rows
-from model.layers import MLPS, NORMS
+from model.layers import MLPS, NORMS, RMSNorm
 from tools.export.graph import GraphGPT, empty_past, example_inputs
 
 KINDS = {
@@ -88,15 +88,15 @@ def test_the_faster_modules_compute_the_same(kind):
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_a_class_of_ones_own_is_left_alone():
-    class MyDropout(nn.Dropout):
+def test_your_own_class_is_left_alone():
+    class MyNorm(RMSNorm):
         pass
 
     model = make_model()
-    model.drop = MyDropout(0.1)
+    model.norm = MyNorm(32, 1e-6)
     speed_up(model)
-    assert type(model.drop) is MyDropout
-    assert type(model.layers[0].drop) is FASTER[nn.Dropout]
+    assert type(model.norm) is MyNorm
+    assert type(model.layers[0].attn_norm) is FASTER[RMSNorm]
 
 
 class Experts(nn.Module):

@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from model.config import ModelConfig
-from model.fast import FastRotate, RotationFunction
-from model.rope import Rope, Rotate, rope_frequencies
-
-apply_rope = Rotate()
+from model.rope import Rope, rope_frequencies, rotate
 
 
-def places(start: int, T: int) -> torch.Tensor:
+def positions(start: int, T: int) -> torch.Tensor:
     return torch.arange(start, start + T)
 
 
@@ -38,13 +35,13 @@ def test_a_plane_turns_as_a_complex_number():
     angles = torch.tensor([[p * 10000.0 ** (-2 * i / D) for i in range(D // 2)] for p in range(T)])
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
     expected = torch.cat((turned.real, turned.imag), dim=-1)
-    torch.testing.assert_close(apply_rope(x, *rope(places(0, T))), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(rotate(x, *rope(positions(0, T))), expected, rtol=0, atol=1e-6)
 
 
 def test_by_hand():
     """Angle 90 degrees sends (x, y) to (-y, x); here x = 1, 2 and y = 3, 4."""
     x = torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]])
-    turned = apply_rope(x, cos=torch.zeros(1, 2), sin=torch.ones(1, 2))
+    turned = rotate(x, cos=torch.zeros(1, 2), sin=torch.ones(1, 2))
     assert turned.flatten().tolist() == [-3.0, -4.0, 1.0, 2.0]
 
 
@@ -71,7 +68,7 @@ def test_equals_transformers(scaling):
     expected = apply_rotary_pos_emb(q, k, *theirs(q, torch.arange(T)[None]))
     rope = Rope(make_config(d_head=D, context_length=T, **scaling))
     for x, want in zip((q, k), expected, strict=True):
-        torch.testing.assert_close(apply_rope(x, *rope(places(0, T))), want, rtol=0, atol=2e-4)
+        torch.testing.assert_close(rotate(x, *rope(positions(0, T))), want, rtol=0, atol=2e-4)
     frequencies = rope_frequencies(rope.config).float()
     torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=1e-5, atol=0)
 
@@ -95,8 +92,8 @@ def test_scores_depend_on_the_distance_alone(scaling):
     q, k = randn(64, dtype=torch.float64), randn(64, seed=1, dtype=torch.float64)
 
     def score(query_at: int, key_at: int) -> float:
-        turned_q = apply_rope(q.view(1, 1, 1, 64), *rope(places(query_at, 1)))
-        return float((turned_q * apply_rope(k.view(1, 1, 1, 64), *rope(places(key_at, 1)))).sum())
+        turned_q = rotate(q.view(1, 1, 1, 64), *rope(positions(query_at, 1)))
+        return float((turned_q * rotate(k.view(1, 1, 1, 64), *rope(positions(key_at, 1)))).sum())
 
     for distance in (0, 1, 17, 700):
         scores = [score(at + distance, at) for at in (0, 1, 100, 1299)]
@@ -107,7 +104,7 @@ def test_scores_depend_on_the_distance_alone(scaling):
 
 def test_a_window_may_start_anywhere():
     rope = Rope(make_config())
-    for ours, whole in zip(rope(places(5, 7)), rope(places(0, 64)), strict=True):
+    for ours, whole in zip(rope(positions(5, 7)), rope(positions(0, 64)), strict=True):
         assert torch.equal(ours, whole[5:12])
 
 
@@ -122,7 +119,7 @@ def test_tables_stay_float32_however_the_model_is_cast(cast):
         assert all(torch.equal(a, b) for a, b in zip(tables, exact, strict=True))
     assert model.embed.weight.dtype == torch.bfloat16
     assert (
-        apply_rope(randn(1, 2, 4, 64).bfloat16(), *model.rope(places(0, 4))).dtype == torch.bfloat16
+        rotate(randn(1, 2, 4, 64).bfloat16(), *model.rope(positions(0, 4))).dtype == torch.bfloat16
     )
     # In bfloat16 position 1000 and its neighbour would be one.
     assert not torch.equal(model.rope.cos[1000], model.rope.cos[1001])
@@ -132,15 +129,3 @@ def test_tables_stay_float32_however_the_model_is_cast(cast):
 
 def test_tables_are_no_part_of_the_weights():
     assert not Rope(make_config()).state_dict()
-
-
-def test_the_hand_written_backward_is_autograds():
-    rope = Rope(make_config(d_head=8))
-    cos, sin = (table.double() for table in rope(places(3, 5)))
-    x = randn(2, 5, 3, 8, dtype=torch.float64).transpose(1, 2).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: RotationFunction.apply(x, cos, sin), x)
-    torch.testing.assert_close(
-        RotationFunction.apply(x, cos, sin), apply_rope(x.detach(), cos, sin)
-    )
-    trained = FastRotate()(x.detach().float().requires_grad_(), cos.float(), sin.float())
-    assert "Rotation" in type(trained.grad_fn).__name__  # it is this one that trains on a CPU

@@ -8,6 +8,7 @@
     processes  tokens per second of N processes of a thread each, beside one with N threads
     memory     peak of a step with a large vocabulary, beside that of plain logits
     growth     time and memory by context length and width, beside the FLOP count
+    kernels    time of a step without each hand-written module, relative to one with all
     decode     tokens per second beside reading the weights, nanoGPT and Hugging Face
     gpu        correctness, MFU, decoding and memory on a GPU
 
@@ -34,6 +35,7 @@ MODES = {
     "processes": "runs",
     "memory": "cost",
     "growth": "cost",
+    "kernels": "cost",
     "decode": "decode",
     "gpu": "gpu",
 }
@@ -59,7 +61,9 @@ class BenchOptions:
     size: Annotated[Literal["1", "2", "3", "all"], "train: which of nanoGPT's three sizes"] = "all"
     cores: Annotated[int, "processes: how many, and how many threads for one"] = 2
     device: Annotated[Literal["cuda", "cpu"], "gpu: cpu for a trial of its logic"] = "cuda"
-    quick: Annotated[bool, "train, memory, growth, decode, gpu: toy sizes, to try it"] = False
+    quick: Annotated[bool, "train, memory, growth, kernels, decode, gpu: toy sizes, to try it"] = (
+        False
+    )
 
     def problems(self) -> list[str]:
         low = {"copies": 1, "workers": 1, "seeds": 1, "tries": 1, "steps": 1, "cores": 1}

@@ -1,4 +1,4 @@
-"""What a step costs: memory with a large vocabulary, and growth with context length and width."""
+"""Cost of a step: memory with a large vocabulary, hand-written kernels, growth with the model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.fast import FASTER, speed_up
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
 from tools.bench.step import (
+    alternate,
     in_fresh_process,
     peak_memory,
     random_batch,
@@ -22,7 +24,7 @@ from tools.bench.step import (
     training_setup,
 )
 from tools.bench.table import show
-from training.step import train_step
+from training.step import Setup, train_step
 
 TIMED_STEPS = 3
 
@@ -72,6 +74,48 @@ def cost_of_step(shape: ModelConfig, batch: int, model_class: type[GPT]) -> tupl
     tokens = random_batch(setup, batch)
     memory = peak_memory(lambda: train_step(setup, [tokens], 1))
     return memory, min(step_seconds(setup, tokens, 2 + i) for i in range(TIMED_STEPS))
+
+
+def bench_kernels(*, quick: bool) -> None:
+    """Time a step without each hand-written module of model/fast.py, relative to one with all."""
+    torch.set_num_threads(1)
+    small = ModelConfig(n_layers=4, n_heads=4, d_model=128, context_length=64)
+    sizes = {  # (shape, vocabulary, windows per step, steps in a row)
+        "4 x 128": (small, 65, 12, 10),
+        "6 x 384": (
+            replace(small, n_layers=6, n_heads=6, d_model=384, context_length=256),
+            65,
+            16,
+            1,
+        ),
+        "4 x 128, V 4096": (replace(small, context_length=256), 4096, 32, 1),
+        "4 x 256, V 50304": (replace(small, d_model=256, context_length=256), 50304, 8, 1),
+    }
+    if quick:
+        sizes = {"1 x 16": (replace(small, n_layers=1, d_model=16), 65, 2, 1)}
+    rows = []
+    for name, (shape, V, batch, in_a_row) in sizes.items():
+        setup = training_setup(shape.resolved(V), batch)
+        work = partial(steps_without, setup, random_batch(setup, batch), in_a_row)
+        found = alternate({p: partial(work, p) for p in (None, *FASTER)}, 1 if quick else 15, 1)
+        rows += [[name, plain.__name__, f"{found[plain] / found[None]:.2f}"] for plain in FASTER]
+    show(
+        ["float32", "plain module", "time"],
+        rows,
+        "time: CPU time of a step on one thread with this module in plain PyTorch, over that of a "
+        "step with none; medians of alternating rounds",
+    )
+
+
+def steps_without(
+    setup: Setup, batch: tuple[Tensor, Tensor], steps: int, plain: type | None
+) -> float:
+    """Return the CPU seconds of some steps with the modules of one class in plain PyTorch."""
+    speed_up(setup.model)
+    for module in setup.model.modules():
+        if plain and type(module) is FASTER[plain]:
+            module.__class__ = plain
+    return cpu_seconds(lambda: [train_step(setup, [batch], step) for step in range(steps)])
 
 
 def bench_growth(*, quick: bool) -> None:
