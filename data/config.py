@@ -22,7 +22,7 @@ SIZES = {"bpe": range(257, 1_000_001), "ids": range(1, 1_000_001)}
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read, how it becomes ids, and how the ids become batches."""
+    """Options for reading text, for turning it into ids, and for batches of ids."""
 
     source: Annotated[
         str,

@@ -51,7 +51,7 @@ from data.prepared import (
     unreadable,
 )
 from data.sources import STDIN, Source, open_sources, parse_mixture, parts_of
-from data.tokenizer import FILE, SPLIT_PATTERN, Tokenizer, ready_tokenizer
+from data.tokenizer import KIND_FILE, SPLIT_PATTERN, Tokenizer, ready_tokenizer
 
 BY_CONTENT = ("hf:", "run:")  # tokenizers that are identified by their files, not by their name
 FORMAT = 2  # of prepared folders; part of the key, so another format gets another folder
@@ -223,7 +223,8 @@ def _identity(config: DataConfig) -> str:
         tokenizer = ready_tokenizer(name)
     except OSError as error:  # the user's mistake, not a disk that cannot be written
         raise ConfigError(f"data.tokenizer={name}: cannot be read: {error}") from error
-    files = {file: text for file, text in tokenizer.files.items() if file != FILE}  # holds a path
+    # KIND_FILE holds a path.
+    files = {file: text for file, text in tokenizer.files.items() if file != KIND_FILE}
     does = [sorted(files.items()), tokenizer.eot, tokenizer.bos]
     if name.startswith("run:"):  # may be of any kind, also one without files
         does.append(list(tokenizer.table))

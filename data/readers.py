@@ -366,7 +366,7 @@ def row_pieces(text: str, read: int) -> Iterator[Piece]:
 
 def cut(parts: Iterable[tuple[str, int, bool]]) -> Iterator[Piece]:
     """Cut documents, given as by `split_documents`, into pieces: after newlines, else between
-    characters. A document of white space alone is dropped."""
+    characters. A document of white space only is dropped."""
     buffer, read, first = b"", 0, True
     for text, n, ends in parts:
         buffer += text.encode("utf-8")

@@ -29,7 +29,7 @@ from cli.options import ConfigError
 from data.meta import DamagedData
 
 END_OF_TEXT = "<|endoftext|>"
-FILE = "plaingpt_tokenizer.json"  # what kind of tokenizer a folder holds
+KIND_FILE = "plaingpt_tokenizer.json"  # what kind of tokenizer a folder holds
 JSON_FILE = "tokenizer.json"  # Hugging Face's format
 CONFIG_FILE = "tokenizer_config.json"
 RANKS_FILE = "ranks.tiktoken"  # tiktoken's format: per line a token in base64 and its rank
@@ -106,8 +106,8 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def unused_ids(self, n_ids: int) -> list[int]:
-        """Return the ids below n_ids, the size of the model's vocabulary, that are no token:
-        holes in the table, and padding after it."""
+        """Return the ids below n_ids, the size of the model's vocabulary, that belong to no
+        token: holes in the table, and padding after it."""
         used = set(self.special.values())
         holes = [i for i, piece in enumerate(self.table[:n_ids]) if not piece and i not in used]
         return [*holes, *range(len(self.table), n_ids)]
@@ -169,8 +169,9 @@ def ready_tokenizer(name: str) -> Tokenizer | None:
 def _folder_in_run(run: str) -> Path:
     """Return the tokenizer folder of a checkpoint, or of the newest checkpoint of a run."""
     path = Path(run).expanduser()
+    # step-1000 comes after step-999, so shorter names first.
     steps = sorted(path.glob("checkpoints/step-*/tokenizer"), key=lambda p: (len(str(p)), str(p)))
-    found = [folder for folder in (path / "tokenizer", *steps) if (folder / FILE).is_file()]
+    found = [folder for folder in (path / "tokenizer", *steps) if (folder / KIND_FILE).is_file()]
     if not found:
         raise ConfigError(f"data.tokenizer=run:{run}: holds no checkpoint with a tokenizer")
     return found[-1]
@@ -186,9 +187,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         return (folder / name).read_text(encoding="utf-8")
 
     try:
-        if not (folder / FILE).is_file():
+        if not (folder / KIND_FILE).is_file():
             return hf_from_folder(folder)
-        about = json.loads(text(FILE))
+        about = json.loads(text(KIND_FILE))
         kind = about.pop("kind")
         if kind == "char":
             return char_tokenizer(about["alphabet"], about["eot"])
@@ -209,7 +210,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _described(kind: str, **about) -> str:
-    """Return the content of FILE."""
+    """Return the content of KIND_FILE."""
     return json.dumps({"kind": kind, **about}, indent=1)
 
 
@@ -273,7 +274,7 @@ def byte_tokenizer() -> Tokenizer:
         eot=256,
         encode_array=lambda text: np.frombuffer(text.encode("utf-8"), dtype=np.uint8),
         special={END_OF_TEXT: 256},
-        files={FILE: _described("byte")},
+        files={KIND_FILE: _described("byte")},
     )
 
 
@@ -295,7 +296,7 @@ def char_tokenizer(alphabet: str, with_eot: bool) -> Tokenizer:
         eot=len(alphabet) if with_eot else None,
         encode_array=encode,
         special={END_OF_TEXT: len(alphabet)} if with_eot else {},
-        files={FILE: _described("char", alphabet=alphabet, eot=with_eot)},
+        files={KIND_FILE: _described("char", alphabet=alphabet, eot=with_eot)},
     )
 
 
@@ -350,7 +351,7 @@ def ids_tokenizer(size: int) -> Tokenizer:
         table=[f" {token}".encode() for token in range(size)],
         eot=None,
         encode_array=encode,
-        files={FILE: _described("ids", size=size)},
+        files={KIND_FILE: _described("ids", size=size)},
         spells=False,
     )
 
@@ -444,7 +445,7 @@ def own_bpe(name: str, tokenizer_json: str) -> Tokenizer:
     pattern = about["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]  # not today's
     to_byte = byte_of_character()
     ranks = {bytes(to_byte[c] for c in t): i for t, i in about["model"]["vocab"].items()}
-    files = {FILE: _described("bpe", name=name), JSON_FILE: tokenizer_json}
+    files = {KIND_FILE: _described("bpe", name=name), JSON_FILE: tokenizer_json}
     return _bpe(name, pattern, ranks, len(ranks) + 1, {END_OF_TEXT: len(ranks)}, files)
 
 
@@ -548,7 +549,7 @@ def tiktoken_from_ranks(about: dict, ranks_text: str) -> Tokenizer:
     """Return the tokenizer of saved ranks; needs neither network nor cache."""
     pairs = [line.split() for line in ranks_text.splitlines()]
     ranks = {base64.b64decode(piece): int(rank) for piece, rank in pairs}
-    files = {FILE: _described("tiktoken", **about), RANKS_FILE: ranks_text}
+    files = {KIND_FILE: _described("tiktoken", **about), RANKS_FILE: ranks_text}
     name, pattern, n_ids = about["name"], about["pattern"], about["vocab_size"]
     return _bpe(name, pattern, ranks, n_ids, about["special"], files, WHITE_CHARACTERS)
 
@@ -635,7 +636,7 @@ def hf_from_json(
         eot=eot,
         encode_array=encode,
         special=special,
-        files={FILE: described, JSON_FILE: tokenizer_json, CONFIG_FILE: config_text},
+        files={KIND_FILE: described, JSON_FILE: tokenizer_json, CONFIG_FILE: config_text},
         bos=tuple(bos),
         ends=others,
         encode_special=lambda text: loaded.encode(text, add_special_tokens=False).ids,
@@ -706,7 +707,7 @@ def _eot(loaded, config_text: str, ends: Sequence[int]) -> int | None:
 
 
 def _opening(processor: dict[str, Any]) -> list[int]:
-    """Return the ids that a post-processor puts before a text. transformers follows it alone, and
+    """Return the ids that a post-processor puts before a text. transformers follows only it, and
     not `add_bos_token` of the config."""
     kind = processor.get("type")
     if kind == "Sequence":  # after the first that adds something, the others see no single text

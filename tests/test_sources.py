@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from data.prepared import content_of
 from data.readers import Piece, ReadOptions, row_pieces
 from data.sources import (
     FEW_DOCUMENTS,
+    ReadCounts,
     named_split,
     open_source,
     parse_mixture,
@@ -73,6 +75,21 @@ def test_a_glob_names_exactly_what_is_read(tmp_path):
         write(tmp_path / name, name)
     assert documents(tmp_path / "x*") == ["x1.md", "x2.odd"]
     assert documents(tmp_path / "**" / "*.md") == ["x1.md", "y.md"]
+
+
+def test_documents_are_counted_by_kind_of_file(tmp_path):
+    long = json.dumps({"text": "x" * (3 << 20)})  # three pieces, one document
+    write(tmp_path / "a.jsonl", f'{long}\n{{"text": "b<|e|>"}}')
+    write(tmp_path / "c.txt", "c<|e|>d<|e|>")
+    counts = ReadCounts(("<|e|>",))
+    for _ in open_source(str(tmp_path)).pieces(ReadOptions(), counts):
+        pass
+    assert counts.lines("") == [
+        "2 documents from 1 .jsonl file (JSON lines)",
+        "1 document from 1 .txt file (plain text)",
+        "the text holds '<|e|>' 2 times, as plain text; if it separates documents, add "
+        "--separator='<|e|>'",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +243,7 @@ def test_brackets_and_plus_signs_in_a_path_are_characters(tmp_path, spec, found)
     assert [file.name for file in open_source(str(tmp_path / spec)).files] == found
 
 
-def test_a_plus_sign_alone_is_not_a_mixture(tmp_path):
+def test_a_plus_sign_without_weights_is_not_a_mixture(tmp_path):
     write(tmp_path / "a.txt", "a")
     assert "mixture" not in refusal(tmp_path / "c++" / "nope.txt")
     assert "mixture" in refusal(f"{tmp_path}/a.txt+{tmp_path}/a.txt")
