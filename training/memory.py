@@ -15,7 +15,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -151,24 +150,27 @@ def _count_without_memory(
     They pretend to be on a CPU, because torch cannot pretend to have a GPU. Where a GPU has one
     kernel for what a CPU does in several, a stand-in keeps what that kernel keeps.
     """
-    from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+    from torch._subclasses import fake_tensor
 
     narrow = torch.float32 if dtype == torch.float32 else torch.bfloat16  # float16 has its size
 
-    def count(mode: AbstractContextManager) -> tuple[int, int]:
-        with mode:
-            model = GPT(config, attention)
-            if device == "cuda":
-                _use_gpu_stand_ins(model, attention)
-            else:
-                speed_up(model)
-            one, two = (saved_bytes(model, n, narrow, documents) for n in (1, 2))
+    def count(stand_ins: bool) -> tuple[int, int]:
+        model = GPT(config, attention)
+        if stand_ins:
+            _use_gpu_stand_ins(model, attention)
+        else:
+            speed_up(model)
+        one, two = (saved_bytes(model, n, narrow, documents) for n in (1, 2))
         return one, two
 
     try:
-        return count(FakeTensorMode())
-    except DynamicOutputShapeException:  # a module whose shapes depend on values needs values
-        return count(nullcontext())
+        with fake_tensor.FakeTensorMode():
+            return count(stand_ins=device == "cuda")
+    except (
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.DataDependentOutputException,
+    ):  # a module that looks at values, such as a router, needs values
+        return count(stand_ins=False)
 
 
 class _FusedNorm(torch.autograd.Function):
