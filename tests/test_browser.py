@@ -6,6 +6,7 @@ Run with -m browser; needs Debian's chromium and chromium-driver, and the packag
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -50,6 +51,12 @@ def test_the_report_opens_without_an_error_and_fits_the_screen(browser, report, 
         "return performance.getEntriesByType('resource').map((entry) => entry.name)"
     )
     assert asked == []
+    text = browser.find_element("tag name", "body").text
+    assert "\nEvents\nstep time event\n0 " in text and "probability" not in text
+    assert "\nstep 200, loss 1.551\ndef <200>&\n" in text
+    strokes = "return [...document.querySelectorAll('.loss .curve')].map((c) => c.style.stroke)"
+    thin, smoothed, validation = browser.execute_script(strokes)
+    assert thin == smoothed != validation
 
 
 def press(browser, text: str) -> None:
@@ -84,6 +91,10 @@ def test_the_log_switch_changes_the_loss_axis_alone(browser, report):
     two, three, six = map(float, browser.execute_script(heights))
     assert (two - three) / (two - six) == pytest.approx(math.log(1.5) / math.log(3), abs=1e-3)
     assert ticks(browser, "y", "grad_norm") == others
+    bottom = "return ['text.y', '.axis'].map((kind) => Number(document.querySelector("
+    bottom += "`.grad_norm ${kind}`).getAttribute(kind === '.axis' ? 'y1' : 'y')))"
+    zero, axis = browser.execute_script(bottom)
+    assert (others[0], zero - 4) == ("0", axis)  # the axis of a small chart starts at zero
     assert errors(browser) == []
 
 
@@ -110,12 +121,10 @@ def test_the_values_at_the_pointer(browser, report):
     loss = 5.5 * math.exp(-200 / 80) + 1
     assert f"validation loss {loss + 0.1:.4f}" in end
     assert f"bits per byte {loss / 2:.4f}" in end and "step 200" in end
-    node = browser.find_element("css selector", ".loss .mark.warning")
-    share = (
-        float(node.get_attribute("x1"))
-        / browser.find_element("css selector", ".loss").size["width"]
-    )
-    assert "event it <i>repeats</i> (step 60)" in move(browser, share)
+    mark = browser.find_element("css selector", ".loss .mark.warning")
+    width = browser.find_element("css selector", ".loss").size["width"]
+    text = move(browser, float(mark.get_attribute("x1")) / width)
+    assert "event it <i>repeats</i> (step 60)" in text
     assert errors(browser) == []
 
 
@@ -136,6 +145,9 @@ def test_a_drag_zooms_all_charts_and_the_button_resets_them(browser, report):
     reset.click()
     assert (ticks(browser, "x"), ticks(browser, "x", "lr"), ticks(browser, "y")) == before
     assert not reset.is_displayed()
+    drag.perform()
+    press(browser, "tokens")
+    assert not reset.is_displayed() and ticks(browser, "x")[0] == "0"
     assert errors(browser) == []
 
 
@@ -150,24 +162,19 @@ def test_a_chart_can_be_saved(browser, report):
         "const done = arguments[0]; saved.text().then((text) => done([savedAs, text]))"
     )
     root = ElementTree.fromstring(text)  # well-formed by itself
-    assert (name, root.tag, root.get("data-theme")) == (
-        "loss.svg",
-        "{http://www.w3.org/2000/svg}svg",
-        "dark",
-    )
+    assert (name, root.get("data-theme")) == ("loss.svg", "dark")
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "--curve-0" in text and "<path" in text
 
 
-def test_on_paper_the_page_is_light_and_fits(browser, report):
+def test_on_paper_the_page_is_light(browser, report):
     open_page(browser, report, DESKTOP, dark=True)
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-    try:
-        background = "return getComputedStyle(document.body).backgroundColor"
-        assert browser.execute_script(background) == "rgb(255, 255, 255)"
-        pdf = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
-        assert len(pdf) > 10_000
-    finally:
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": [dark]})
+    background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    theme = browser.execute_script("return document.documentElement.dataset.theme")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    assert (background, theme) == ("rgb(255, 255, 255)", "dark")
 
 
 def test_a_token_says_its_loss_and_the_likeliest(browser, report):
@@ -185,6 +192,7 @@ def test_a_token_says_its_loss_and_the_likeliest(browser, report):
     rows = [row.text for row in box.find_elements("css selector", "tr")]
     assert rows[0].split() == ['"', 'f"', "40.0%"]
     assert len(rows) == 5
+    assert box.find_element("css selector", "tr.hit").text.split() == ['"', '<b>f</b>"', "13.5%"]
     shade = spans[1].value_of_css_property("background-color")
     assert shade.startswith("rgba(232, 89, 12, 0.3")  # 0.85 x 2 / ln 256 = 0.307
 
@@ -224,6 +232,8 @@ def test_a_run_that_has_only_started(browser, tmp_path):
 
 def test_two_runs_in_one_page(browser, tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=100, seed=7)
+    log = b / "metrics.jsonl"
+    log.write_text(re.sub(r'("step": 40,.*"loss": )[\d.]+', r"\1null", log.read_text()))
     both = write_report([read_history(a), read_history(b)], tmp_path / "both.html")
     open_page(browser, both, PHONE, dark=True)
     assert errors(browser) == []
@@ -232,6 +242,8 @@ def test_two_runs_in_one_page(browser, tmp_path):
     # Of each run two curves of training and one of validation, with a dot per evaluation; a
     # resume of a and a warning of each.
     assert browser.execute_script(count) == [2 * 3, 4 + 2, 1 + 2]
+    paths = browser.find_elements("css selector", ".loss .curve.thin")
+    assert [path.get_attribute("d").count("M") for path in paths] == [1, 2]  # b has a gap
     assert "a: loss" in (text := move(browser, 0.4)) and "b: loss" in text
     assert "b: " not in move(browser, 0.9)  # it has ended
     assert browser.find_element("id", "legend").text.split()[:2] == ["a", "b"]
