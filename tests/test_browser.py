@@ -1,4 +1,4 @@
-"""The pages in a real browser, headless Chromium: no error, and what is pointed at answers.
+"""The report and the attention page in a real browser, headless Chromium.
 
 Run with -m browser; needs Debian's chromium and chromium-driver, and the package selenium.
 """
@@ -182,7 +182,7 @@ def test_on_paper_the_page_is_light(browser, report):
     assert (background, theme) == ("rgb(255, 255, 255)", "dark")
 
 
-def test_a_token_says_its_loss_and_the_likeliest(browser, report):
+def test_a_token_shows_its_loss_and_the_top_guesses(browser, report):
     from selenium.webdriver import ActionChains
 
     open_page(browser, report, DESKTOP)
@@ -202,7 +202,7 @@ def test_a_token_says_its_loss_and_the_likeliest(browser, report):
     assert shade.startswith("rgba(232, 89, 12, 0.3")  # 0.85 x 2 / ln 256 = 0.307
 
 
-def test_arrow_keys_and_the_slider_go_through_the_passage(browser, report):
+def test_arrow_keys_and_the_slider_select_a_token_and_an_evaluation(browser, report):
     from selenium.webdriver.common.keys import Keys
 
     open_page(browser, report, DESKTOP)
@@ -214,7 +214,7 @@ def test_arrow_keys_and_the_slider_go_through_the_passage(browser, report):
     assert browser.find_element("id", "passage-step").text == "step 150"
 
 
-def test_the_config_can_be_cut_to_what_differs(browser, report):
+def test_the_config_can_be_reduced_to_what_differs(browser, report):
     open_page(browser, report, DESKTOP)
     rows = (
         "return [...document.querySelectorAll('.sections tr[class]')]"
