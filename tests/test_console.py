@@ -146,58 +146,38 @@ def test_figures_are_short():
     assert [percent(share) for share in (None, 0.0, 0.456, 1.0)] == ["n/a", "0%", "46%", "100%"]
 
 
-# Progress of a real run, worked out again from its own log
+# Colors
 
 
-def test_bits_per_byte_of_training_are_the_loss_over_ln_2_times_tokens_per_byte(
-    train_tiny, tmp_path, capsys
-):
-    assert train_tiny(tmp_path / "run", max_steps=4) == 0
-    out = capsys.readouterr().out
-    # Characters of one byte each: a token is a byte.
-    loss = float(out.partition("step 4/4: loss ")[2].partition(",")[0])
-    bits = float(out.partition("step 4/4: loss ")[2].split()[1])
-    assert bits == pytest.approx(loss / 0.693147, abs=1e-3)
-
-
-# Colours
-
-
-@pytest.fixture
-def terminal(monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "color"),
+    [
+        ("warning: w", YELLOW),
+        ("advice: a", YELLOW),
+        ("note: n", YELLOW),
+        ("step 5: ... (best so far)", GREEN),
+        ("step 5: ...", ""),
+    ],
+)
+def test_colors_on_a_terminal_and_nowhere_else(text, color, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-
-
-@pytest.mark.parametrize("text", ["warning: w", "advice: a", "note: n"])
-def test_what_needs_attention_is_yellow_on_a_terminal(terminal, text):
-    assert coloured(text) == f"{YELLOW}{text}{PLAIN}"
-
-
-def test_the_best_so_far_is_green_and_the_rest_plain(terminal):
-    assert coloured("step 5: ... (best so far)") == f"{GREEN}step 5: ... (best so far){PLAIN}"
-    assert coloured("step 5: ...") == "step 5: ..."
-
-
-def test_no_colours_where_they_are_not_wanted(terminal, monkeypatch):
+    assert coloured(text) == (f"{color}{text}{PLAIN}" if color else text)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert coloured("warning: w") == "warning: w"
-
-
-def test_no_colours_in_a_file(monkeypatch):
+    assert coloured(text) == text
+    monkeypatch.delenv("NO_COLOR")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert coloured("warning: w") == "warning: w"
+    assert coloured(text) == text
 
 
-# The first screen
+# First messages
 
 
 def run_of(peak: float | None, **options) -> tuple:
     model = ModelConfig(n_layers=1, n_heads=1, d_model=8, context_length=4).resolved(10)
     config = Config(
         model=model,
-        data=DataConfig(global_batch=2, micro_batch=2),
+        data=DataConfig(global_batch=2, micro_batch=1),
         parallel=ParallelConfig(reduction="exact"),
         run=RunConfig(dtype="float32", max_steps=110, **options),
     )
@@ -206,40 +186,30 @@ def run_of(peak: float | None, **options) -> tuple:
     return setup, TrainState(step=10), peak
 
 
-def test_the_estimate_of_time_by_hand():
+def test_the_estimates_by_hand():
     setup, state, _ = run_of(None)
     # 100 steps of 8 tokens; at half of a peak of 10 tokens per second, 160 s
     peak = 10.0 * setup.model.flops_per_token(4)
     assert messages.estimated_time(setup, state, peak) == "2:40 at 50% of peak FLOP/s"
+    memory = estimate_memory(setup.config, model=setup.model).peak / 1e9
+    assert messages.estimated_memory(setup) == f"{memory:.2f} GB of memory"
     setup.ranks.world = 2
     assert messages.estimated_time(setup, state, peak) == "1:20 at 50% of peak FLOP/s"
-
-
-def test_without_a_peak_no_time_is_made_up():
+    assert messages.estimated_memory(setup).endswith(" GB of memory per rank")
     assert messages.estimated_time(*run_of(None)) == "time unknown before the first steps"
     assert messages.estimated_time(*run_of(1e12, time_budget="10m")) == "10m of time"
 
 
-def test_the_estimate_of_memory_is_the_planners():
-    setup, *_ = run_of(None)
-    expected = estimate_memory(setup.config, model=setup.model).peak / 1e9
-    assert messages.estimated_memory(setup) == f"{expected:.2f} GB of memory"
-
-
 def test_five_lines_say_what_will_happen(train_tiny, tmp_path, capsys):
     assert train_tiny(tmp_path / "run", max_steps=4) == 0
-    lines = capsys.readouterr().out.partition("step 1/4")[0].splitlines()
+    introduction, _, progress = capsys.readouterr().out.partition("step 1/4: loss ")
+    lines = introduction.splitlines()
     heads = [line.partition(" ")[0] for line in lines if not line.startswith("prepared")]
     assert heads == ["device", "model:", "data:", "training:", "estimate:"]
     # 4 steps of 4 windows of the 133 in the text
     assert (
         "4 steps, 0.12 epochs, 4 x 16 = 64 tokens per step in 2 micro-batches, adamw" in lines[-2]
     )
-
-
-def test_a_quiet_run_says_none_of_it(train_tiny, tmp_path, capsys):
-    assert train_tiny(tmp_path / "run", max_steps=4, quiet=True) == 0
-    out = capsys.readouterr().out
-    assert "estimate" not in out
-    assert "step 4/4" not in out
-    assert "finished at step 4" in out
+    # Characters of one byte each: a token is a byte.
+    loss, bits = float(progress.partition(",")[0]), float(progress.split()[1])
+    assert bits == pytest.approx(loss / math.log(2), abs=1e-3)
