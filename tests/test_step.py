@@ -98,13 +98,8 @@ def test_targets_that_are_ignored_do_not_count():
     assert metrics.tokens == count_targets([whole]) == int((whole[1] != IGNORE_INDEX).sum())
     assert 0 < metrics.tokens < B * T / 1.5
     assert metrics.loss == pytest.approx(math.log(V), abs=0.1)  # a mean over those that count
-
-
-def test_a_batch_without_any_target_moves_nothing_by_its_gradient():
-    setup = make_setup()
-    tokens, targets = batch(0)
-    metrics = train_step(setup, [(tokens, torch.full_like(targets, IGNORE_INDEX))], 0)
-    assert (metrics.loss, metrics.grad_norm, metrics.tokens) == (0.0, 0.0, 0)
+    none = train_step(setup, [(whole[0], torch.full_like(whole[1], IGNORE_INDEX))], 1)
+    assert (none.loss, none.grad_norm, none.tokens) == (0.0, 0.0, 0)
 
 
 def test_dropout_is_a_function_of_seed_step_and_micro_batch():
@@ -117,17 +112,6 @@ def test_dropout_is_a_function_of_seed_step_and_micro_batch():
     assert dropout_seed(1, 2, 3) == 6520558355739401531
 
 
-def test_a_step_does_not_depend_on_what_was_drawn_before():
-    losses = []
-    for junk in (0, 7):
-        setup = make_setup(2, dropout=0.3)
-        torch.rand(junk)
-        losses.append(train_step(setup, cut(batch(0), 2), 0).loss)
-    assert losses[0] == losses[1]
-    other_step = train_step(make_setup(2, dropout=0.3), cut(batch(0), 2), 1).loss
-    assert other_step != losses[0]
-
-
 def test_seeding_keeps_nothing(monkeypatch):
     """torch.manual_seed keeps a traceback for each call where there is no GPU."""
     setup = make_setup(8)
@@ -137,20 +121,27 @@ def test_seeding_keeps_nothing(monkeypatch):
     assert len(torch.cuda._queued_calls) == before
 
 
-def test_each_micro_batch_has_a_dropout_of_its_own():
+def test_each_micro_batch_of_each_step_has_a_dropout_of_its_own():
     """Eight micro-batches of one window each, all alike: their losses differ by dropout alone."""
-    setup = make_setup(8, dropout=0.5)
-    losses, forward = [], setup.model.forward
 
-    def note(*arguments, **options):
-        loss = forward(*arguments, **options)
-        losses.append(loss.item())
-        return loss
+    def losses(step: int) -> list[float]:
+        setup, found = make_setup(8, dropout=0.5), []
+        forward = setup.model.forward
 
-    setup.model.forward = note
-    tokens, targets = batch(0)
-    train_step(setup, [(tokens[:1], targets[:1])] * 8, 0)
-    assert len(set(losses)) == 8
+        def note(*arguments, **options):
+            loss = forward(*arguments, **options)
+            found.append(loss.item())
+            return loss
+
+        setup.model.forward = note
+        tokens, targets = batch(0)
+        train_step(setup, [(tokens[:1], targets[:1])] * 8, step)
+        return found
+
+    first = losses(0)
+    torch.rand(7)  # what was drawn before does not matter
+    assert first == losses(0)
+    assert len({*first, *losses(1)}) == 16
 
 
 # Weights that are frozen
@@ -281,25 +272,18 @@ def test_a_number_gone_bad_moves_no_weight_and_names_the_step(where, value, redu
     assert all(p.grad is None for p in setup.model.parameters())
 
 
-def test_float16_skips_lowers_its_factor_and_counts():
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_float16_skips_and_halves_its_scale_until_that_cannot_help(value):
     setup = make_setup(2, dtype=torch.float16)
     train_step(setup, cut(batch(0), 2), 0)
-    before, scale = state_of(setup), setup.scaler.get_scale()
-    poison(setup, math.inf, micro=1, where="gradient")
-    metrics = train_step(setup, cut(batch(1), 2), 1)
-    assert metrics.skipped and unmoved(before, setup)
-    assert setup.scaler.get_scale() == scale / 2
-
-
-def test_float16_gives_up_when_a_smaller_factor_cannot_help():
-    setup = make_setup(2, dtype=torch.float16)
-    poison(setup, math.nan, micro=0, where="gradient")
-    before, skipped = state_of(setup), 0
+    poison(setup, value, micro=1, where="gradient")
+    before, scales = state_of(setup), [setup.scaler.get_scale()]
     with pytest.raises(NonFinite):
-        for step in range(100):
-            skipped += train_step(setup, cut(batch(step), 2), step).skipped
+        for step in range(1, 100):
+            assert train_step(setup, cut(batch(step), 2), step).skipped
+            scales.append(setup.scaler.get_scale())
     assert unmoved(before, setup)
-    assert setup.scaler.get_scale() == SMALLEST_SCALE and skipped == 16  # 65,536 halved to 1
+    assert scales == [2.0**k for k in range(16, -1, -1)] and scales[-1] == SMALLEST_SCALE
 
 
 def test_float16_with_a_bad_loss_but_good_gradients_is_no_reason_to_skip():
