@@ -43,54 +43,38 @@ class Clock:
         return self.now
 
 
-def test_the_first_fit_done_by_hand():
+def measured(seconds: float, eval_interval: int, steps: list[float], spent: float = 0.0):
+    """A budget after its first steps, and its clock."""
     clock = Clock()
-    budget = Budget(100.0, eval_interval=10, clock=clock)
+    budget = Budget(seconds, eval_interval, spent, clock=clock)
     assert budget.fit(0) is None
-    for seconds in (5.0, 2.0, 2.0):  # the first is slow and does not count
-        clock.now += seconds
-        budget.stepped(seconds)
+    for duration in steps:
+        clock.now += duration
+        budget.stepped(duration)
+    return budget, clock
+
+
+def test_the_first_fit_by_hand():
+    budget, clock = measured(100.0, 10, [5.0, 2.0, 2.0])  # the first is slow and does not count
     assert budget.fit(3) is None  # two steps measured: too few
     clock.now += 2.0
     budget.stepped(2.0)
-    # 11 s are spent, 89 left, 2 s a step: 44 more
+    # 11 s are spent, 89 left, 2 s per step: 44 more
     assert budget.fit(4) == 48
     assert budget.fit(4) is None  # not again before 2% of the budget
 
 
-def test_evaluations_and_saving_are_counted_by_hand():
-    clock = Clock()
-    budget = Budget(100.0, eval_interval=4, clock=clock)
-    budget.fit(0)
-    for _ in range(5):
-        clock.now += 2.0
-        budget.stepped(2.0)
+def test_evaluations_saving_and_earlier_processes_are_counted_by_hand():
+    budget, clock = measured(100.0, 4, [2.0] * 5)
     clock.now += 4.0
     budget.evaluated(4.0)
-    clock.now += 5.0  # saving: 1 s a step
-    # 19 s spent; 4 kept for the last evaluation; 2 + 4/4 + 1 = 4 s a step: 77 / 4
+    clock.now += 5.0  # saving: 1 s per step
+    # 19 s spent; 4 kept for the last evaluation; 2 + 4/4 + 1 = 4 s per step: 77 / 4
     assert budget.fit(5) == 5 + 19
-
-
-def test_time_of_earlier_processes_counts():
-    clock = Clock()
-    budget = Budget(100.0, eval_interval=1000, spent=60.0, clock=clock)
-    budget.fit(50)
-    for _ in range(4):
-        clock.now += 1.0
-        budget.stepped(1.0)
-    assert budget.spent == 64.0
-    assert budget.fit(54) == 54 + 36
-
-
-def test_a_budget_that_is_used_up_ends_the_run_where_it_is():
-    clock = Clock()
-    budget = Budget(10.0, eval_interval=1000, clock=clock)
-    budget.fit(0)
-    for _ in range(4):
-        clock.now += 5.0
-        budget.stepped(5.0)
-    assert budget.fit(4) == 4
+    budget, _ = measured(100.0, 1000, [1.0] * 4, spent=60.0)
+    assert (budget.spent, budget.fit(54)) == (64.0, 54 + 36)
+    budget, _ = measured(10.0, 1000, [5.0] * 4)
+    assert budget.fit(4) == 4  # used up: the run ends where it is
 
 
 # The whole course, simulated
@@ -193,16 +177,10 @@ def test_a_machine_that_has_become_slower_is_believed():
     assert used == pytest.approx(600, rel=0.03)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 9, 10, 19, 20])
-def test_the_warm_up_of_a_short_budget_is_one_step_at_least(steps):
+def test_warmup_takes_a_tenth_of_a_time_budget_at_most_and_one_step_at_least():
     config = Config(schedule=ScheduleConfig(warmup_steps=700), run=RunConfig(time_budget="1m"))
-    assert fitted(config, steps).warmup_steps == (2 if steps == 20 else 1)
-
-
-def test_the_warm_up_takes_a_tenth_at_most():
-    config = Config(schedule=ScheduleConfig(warmup_steps=700), run=RunConfig(time_budget="1m"))
-    assert fitted(config, 50).warmup_steps == 5
-    assert fitted(config, UNKNOWN_STEPS).warmup_steps == 700
+    wanted = {1: 1, 2: 1, 9: 1, 10: 1, 19: 1, 20: 2, 50: 5, UNKNOWN_STEPS: 700}
+    assert {steps: fitted(config, steps).warmup_steps for steps in wanted} == wanted
     assert fitted(Config(schedule=ScheduleConfig(warmup_steps=700)), 50).warmup_steps == 700
 
 

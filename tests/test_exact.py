@@ -77,6 +77,7 @@ def test_a_run_resumed_at_any_step_ends_with_the_same_bits(
 ):
     whole = plain(recipe)
     wanted = bits(whole, STEPS)
+    assert wanted[0] != bits(whole, STEPS - 1)[0]  # or nothing would be compared
     good = 0
     for step in steps:
         folder = tmp_path / str(step)
@@ -87,12 +88,6 @@ def test_a_run_resumed_at_any_step_ends_with_the_same_bits(
         good += 1
         shutil.rmtree(folder)
     figure(f"resume at each of {len(steps)} steps over an epoch's end, {recipe}", f"{good} equal")
-
-
-def test_the_order_of_steps_and_the_recipe_show_in_the_bits(plain):
-    found = {bits(plain(recipe), STEPS)[0] for recipe in ("adamw float32", "muon bfloat16")}
-    found.add(bits(plain("adamw float32"), STEPS - 1)[0])
-    assert len(found) == 3  # or the tests above would compare nothing
 
 
 def stop_after(step: int, rank: int = 0):
@@ -178,16 +173,6 @@ def test_fast_reduction_on_two_ranks_gives_the_losses_of_one(tiny_argv, tmp_path
 def log_of(run: Path, name: str) -> list[float]:
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [line[name] for line in lines if name in line]
-
-
-def test_evaluating_saving_and_sampling_change_no_training_step(tiny_argv, tmp_path):
-    few = {**EXACT, "max_steps": 9, "interval": 1}
-    often = {**few, "eval_interval": 2, "checkpoint_interval": 1, "sample_prompt": "def "}
-    never = {**few, "eval_interval": 1000, "checkpoint_interval": 1000}
-    for name, options in (("often", often), ("never", never)):
-        assert train(tiny_argv(tmp_path / name, **options)) == 0
-    assert bits(tmp_path / "often", 9)[:2] == bits(tmp_path / "never", 9)[:2]
-    assert log_of(tmp_path / "often", "loss") == log_of(tmp_path / "never", "loss")
 
 
 def test_one_thread_more_is_another_recipe_and_is_kept(plain, tiny_argv, tmp_path):
