@@ -382,8 +382,7 @@ def test_onnx_is_well_formed_and_made_of_tensorrt_operators(exported):
 
     path = exported("onnx") / "model.onnx"
     onnx.checker.check_model(str(path), full_check=True)
-    loaded = onnx.load(str(path))
-    found = onnx.shape_inference.infer_shapes(loaded, strict_mode=True, data_prop=True).graph
+    found = onnx.load(str(path)).graph
     listed = set(export_onnx.TENSORRT_OPERATORS.split())
     assert 100 < len(listed) < 160
     assert {node.op_type for node in found.node} <= listed

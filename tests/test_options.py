@@ -56,74 +56,48 @@ def refusal(*argv: str) -> str:
 
 # Values
 
-
-@pytest.mark.parametrize(
-    ("annotation", "text", "value"),
-    [
-        (int, "1000", 1000),
-        (int, "1_000", 1000),
-        (int, "1e3", 1000),
-        (int, "-5", -5),
-        (int, str(2**60 + 1), 2**60 + 1),
-        (float, "1", 1.0),
-        (float, "3e-4", 0.0003),
-        (float, "-.5", -0.5),
-        (str, "2024", "2024"),
-        (str, "1e3", "1e3"),
-        (str, "None", "None"),
-        (str, "", ""),
-        (Literal["oil", "water"], "oil", "oil"),
-        (Literal[1, 2], "2", 2),
-        (int | None, "7", 7),
-        (int | None, "none", None),
-        (int | None, "Auto", None),
-        (Optional[int], "none", None),  # noqa: UP045
-        (int | None | Literal["auto"], "auto", "auto"),
-        (int | None | Literal["auto"], "none", None),
-        (int | None | Literal["auto"], "3", 3),
-        (tuple[str, ...], "a,b", ("a,b",)),
-        (tuple[int, ...], "1e3", (1000,)),
-    ],
-)
-def test_a_value_is_read_by_its_annotation(annotation, text, value):
-    read = parse_value(annotation, text, "x")
-    assert read == value
-    assert type(read) is type(value)
+SIZE = int | None | Literal["auto"]
+READ = [  # annotation, {typed text: value}
+    (int, {"1000": 1000, "1_000": 1000, "1e3": 1000, "-5": -5, str(2**60 + 1): 2**60 + 1}),
+    (float, {"1": 1.0, "3e-4": 0.0003, "-.5": -0.5}),
+    (str, {"2024": "2024", "1e3": "1e3", "None": "None", "": ""}),
+    (bool, dict.fromkeys(["true", "True", "TRUE", "1", "yes", "Yes"], True)),
+    (bool, dict.fromkeys(["false", "False", "FALSE", "0", "no", "No"], False)),
+    (Literal["oil", "water"], {"oil": "oil"}),
+    (Literal[1, 2], {"2": 2}),
+    (int | None, {"7": 7, "none": None, "Auto": None}),
+    (Optional[int], {"none": None}),  # noqa: UP045
+    (SIZE, {"auto": "auto", "none": None, "3": 3}),
+    (tuple[str, ...], {"a,b": ("a,b",)}),
+    (tuple[int, ...], {"1e3": (1000,)}),
+]
 
 
-@pytest.mark.parametrize("words", ["true false", "True False", "TRUE FALSE", "1 0", "Yes No"])
-def test_words_for_true_and_false(words):
-    assert [parse_value(bool, word, "x") for word in words.split()] == [True, False]
+@pytest.mark.parametrize(("annotation", "values"), READ)
+def test_a_value_is_read_by_its_annotation(annotation, values):
+    for text, value in values.items():
+        read = parse_value(annotation, text, "x")
+        assert read == value and type(read) is type(value), text
 
 
-@pytest.mark.parametrize(
-    ("annotation", "text", "allowed"),
-    [
-        (int, "1.5", "whole number"),
-        (int, "", "whole number"),
-        (int, "1e400", "whole number"),
-        (int, "1e17", "whole number"),  # a float of this size is not exact
-        (int, "nan", "whole number"),
-        (int, "true", "whole number"),
-        (int, "9" * 5000, "whole number"),
-        (float, "x", "finite number"),
-        (float, "nan", "finite number"),
-        (float, "-inf", "finite number"),
-        (float, "1e999", "finite number"),
-        (bool, "maybe", "true or false"),
-        (bool, "", "true or false"),
-        (bool, "2", "true or false"),
-        (Literal["oil", "water"], "Oil", "oil or water"),
-        (int | None, "nine", "whole number (such as 1000 or 1e3) or none"),
-        (int | None | Literal["auto"], "automatic", "or auto"),
-        (tuple[int, ...], "a", "whole number"),
-    ],
-)
-def test_a_refused_value_is_named_with_what_is_allowed(annotation, text, allowed):
-    with pytest.raises(ValueError) as caught:
-        parse_value(annotation, text, "some.option")
-    assert str(caught.value).startswith(f"some.option={text}: must be ")
-    assert allowed in str(caught.value)
+REFUSED = [  # annotation, what is allowed, typed texts
+    (int, "a whole number (", ["1.5", "", "1e400", "nan", "true", "9" * 5000]),
+    (int, "a whole number (", ["1e17"]),  # a float of this size is not exact
+    (float, "a finite number (", ["x", "nan", "-inf", "1e999"]),
+    (bool, "true or false", ["maybe", "", "2"]),
+    (Literal["oil", "water"], "oil or water", ["Oil"]),
+    (int | None, "a whole number (such as 1000 or 1e3) or none", ["nine"]),
+    (SIZE, "a whole number (such as 1000 or 1e3) or none or auto", ["automatic"]),
+    (tuple[int, ...], "a whole number (", ["a"]),
+]
+
+
+@pytest.mark.parametrize(("annotation", "allowed", "texts"), REFUSED)
+def test_a_refused_value_is_named_with_what_is_allowed(annotation, allowed, texts):
+    for text in texts:
+        with pytest.raises(ValueError) as caught:
+            parse_value(annotation, text, "some.option")
+        assert str(caught.value).startswith(f"some.option={text}: must be {allowed}")
 
 
 def test_a_refused_value_stays_on_one_line():
@@ -138,47 +112,39 @@ def test_every_value_is_read_exactly(number, fraction, text):
     assert parse_value(str, text, "x") == text
 
 
-@pytest.mark.parametrize(
-    ("annotation", "value", "conformed"),
-    [
-        (float, 1, 1.0),
-        (tuple[str, ...], ["a"], ("a",)),
-        (int | None, None, None),
-        (float | None, 2, 2.0),
-        (Literal["a"], "a", "a"),
-        (bool, True, True),
-    ],
-)
+CONFORMED = [  # annotation, value in a config file or JSON, value of the option
+    (float, 1, 1.0),
+    (float | None, 2, 2.0),
+    (int | None, None, None),
+    (tuple[str, ...], ["a"], ("a",)),
+    (Literal["a"], "a", "a"),
+    (bool, True, True),
+]
+
+
+@pytest.mark.parametrize(("annotation", "value", "conformed"), CONFORMED)
 def test_a_config_value_is_converted_to_its_declared_type(annotation, value, conformed):
     result = conform(annotation, value, "x")
-    assert result == conformed
-    assert type(result) is type(conformed)
+    assert result == conformed and type(result) is type(conformed)
 
 
-@pytest.mark.parametrize(
-    ("annotation", "value"),
-    [
-        (int, 1.0),
-        (int, True),
-        (int, "1"),
-        (float, True),
-        (float, "1"),
-        (float, float("nan")),
-        (float, 10**400),
-        (bool, 0),
-        (bool, "false"),
-        (str, None),
-        (str, b"x"),
-        (Literal["a"], ["a"]),
-        (Literal[1], True),
-        (int | None, "none"),
-        (tuple[str, ...], "ab"),
-        (tuple[str, ...], [1]),
-    ],
-)
-def test_a_config_value_of_another_type_is_refused(annotation, value):
-    with pytest.raises(ValueError, match="^some.option=.*: must be "):
-        conform(annotation, value, "some.option")
+OTHER_TYPES = [  # annotation, values that are refused
+    (int, [1.0, True, "1"]),
+    (float, [True, "1", float("nan"), 10**400]),
+    (bool, [0, "false"]),
+    (str, [None, b"x"]),
+    (Literal["a"], [["a"]]),
+    (Literal[1], [True]),
+    (int | None, ["none"]),
+    (tuple[str, ...], ["ab", [1]]),
+]
+
+
+@pytest.mark.parametrize(("annotation", "values"), OTHER_TYPES)
+def test_a_config_value_of_another_type_is_refused(annotation, values):
+    for value in values:
+        with pytest.raises(ValueError, match="^some.option=.*: must be "):
+            conform(annotation, value, "some.option")
 
 
 # The command line

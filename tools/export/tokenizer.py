@@ -41,7 +41,7 @@ def write_tokenizer(
         )
     content, config_text = tokenizer.files.get(JSON_FILE), tokenizer.files.get(CONFIG_FILE)
     if content is None:
-        content = json.dumps(_from_table(tokenizer), ensure_ascii=False, indent=1)
+        content = _from_table(tokenizer)
     if config_text:
         config = json.loads(config_text)
         if not config.get("pad_token") and tokenizer.eot is not None:
@@ -107,62 +107,38 @@ def probe_text(tokenizer: Tokenizer) -> str:
     return alphabet + alphabet[::-1] + "".join(a + b for a, b in pairs)
 
 
-def _from_table(tokenizer: Tokenizer) -> dict[str, Any]:
+def _from_table(tokenizer: Tokenizer) -> str:
     """Return tokenizer.json of a char, byte or tiktoken tokenizer."""
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Library
+
     about = json.loads(next(text for text in tokenizer.files.values() if text.startswith("{")))
-    kind, special = about["kind"], tokenizer.special
-    if kind == "char":
+    special = tokenizer.special
+    if about["kind"] == "char":
         vocabulary = {c: i for i, c in enumerate(about["alphabet"])} | special
         # unk_token must be named. As no such token exists, an unknown character is an error.
-        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unknown>"}
-        return _tokenizer_json(model, _split(r"[\s\S]"), {"type": "Fuse"}, special)
-    characters = {b: c for c, b in byte_of_character().items()}
-    ids = {piece: i for i, piece in enumerate(tokenizer.table) if piece}
-    spelled = {piece: "".join(characters[b] for b in piece) for piece in ids}
-    merges = [] if kind == "byte" else _merges(ids)
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    level |= {"use_regex": False}
-    before: dict[str, Any] = level
-    if kind != "byte":
-        pieces = [_split(_oniguruma(about["pattern"])), level]
-        before = {"type": "Sequence", "pretokenizers": pieces}
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": True,  # a known piece is taken whole, as tiktoken does
+        made = Library(models.WordLevel(vocabulary, unk_token="<unknown>"))
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        made.decoder = decoders.Fuse()
+    else:
+        characters = {b: c for c, b in byte_of_character().items()}
+        ids = {piece: i for i, piece in enumerate(tokenizer.table) if piece}
+        spelled = {piece: "".join(characters[b] for b in piece) for piece in ids}
         # Special tokens too: those not in the vocabulary would be given the next free ids.
-        "vocab": {spelled[piece]: i for piece, i in ids.items()} | special,
-        "merges": [[spelled[a], spelled[b]] for a, b in merges],
-    }
-    return _tokenizer_json(model, before, level, special)
-
-
-def _split(pattern: str) -> dict[str, Any]:
-    regex = {"Regex": pattern}
-    return {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
-
-
-def _tokenizer_json(
-    model: dict[str, Any], before: dict, decoder: dict, special: dict[str, int]
-) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    by_id = sorted(special.items(), key=lambda item: item[1])
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": i, "content": t, **flags, "special": True} for t, i in by_id],
-        "normalizer": None,
-        "pre_tokenizer": before,
-        "post_processor": None,
-        "decoder": decoder,
-        "model": model,
-    }
+        vocabulary = {spelled[piece]: i for piece, i in ids.items()} | special
+        merges = [] if about["kind"] == "byte" else _merges(ids)
+        pairs = [(spelled[a], spelled[b]) for a, b in merges]
+        # A known piece is taken whole (ignore_merges), as tiktoken does.
+        made = Library(models.BPE(vocabulary, pairs, ignore_merges=True))
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = level
+        if about["kind"] != "byte":
+            split = pre_tokenizers.Split(Regex(_oniguruma(about["pattern"])), "isolated")
+            made.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+        made.decoder = decoders.ByteLevel()
+    by_id = sorted(special, key=special.__getitem__)
+    made.add_special_tokens([AddedToken(text, normalized=False) for text in by_id])
+    return made.to_str(pretty=True)
 
 
 def _merges(ids: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
