@@ -84,6 +84,9 @@ def template(single: str):
     return make
 
 
+STARTED = template(f"{START} $A")
+
+
 def model_folder(folder: Path, ends: list[int] | int | None, **tokenizer) -> Path:
     """A random Llama of transformers with large weights, and a tokenizer as above."""
     import transformers
@@ -136,7 +139,7 @@ def our_ids(folder: Path, prompt: str) -> list[int]:
     return ids + [int(token) for token in new]
 
 
-@pytest.mark.parametrize("processor", [None, template(f"{START} $A")], ids=["no BOS", "BOS"])
+@pytest.mark.parametrize("processor", [None, STARTED], ids=["no BOS", "BOS"])
 def test_greedy_ids_are_those_of_transformers(processor, tmp_path):
     folder = model_folder(tmp_path / "model", None, processor=processor)
     expected = their_ids(folder, PROMPT)
@@ -146,7 +149,7 @@ def test_greedy_ids_are_those_of_transformers(processor, tmp_path):
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 def test_any_of_several_ends_ends_a_sample_as_in_transformers(file, tmp_path, command):
-    folder = model_folder(tmp_path / "model", None, processor=template(f"{START} $A"))
+    folder = model_folder(tmp_path / "model", None, processor=STARTED)
     eot = load_tokenizer(folder).eot
     free = their_ids(folder, PROMPT)
     new = free[-40:]
@@ -166,7 +169,7 @@ def test_any_of_several_ends_ends_a_sample_as_in_transformers(file, tmp_path, co
 
 
 def test_an_export_keeps_the_starts_and_every_end(tmp_path, command):
-    folder = model_folder(tmp_path / "model", [EOT_ID, 12], processor=template(f"{START} $A"))
+    folder = model_folder(tmp_path / "model", [EOT_ID, 12], processor=STARTED)
     code, _, err = command(export.main, folder, f"--out={tmp_path / 'again'}")
     assert code == 0, err
     for name in ("config.json", "generation_config.json"):
@@ -178,16 +181,13 @@ def test_an_export_keeps_the_starts_and_every_end(tmp_path, command):
 
 
 def test_a_saved_tokenizer_keeps_its_starts_and_ends(tmp_path):
-    folder = tokenizer_folder(tmp_path / "theirs", template(f"{START} $A"))
+    folder = tokenizer_folder(tmp_path / "theirs", STARTED)
     (folder / "config.json").write_text('{"eos_token_id": [288, 7]}')
     tokenizer = ready_tokenizer(f"hf:{folder}")
     tokenizer.save(tmp_path / "saved")
     saved = load_tokenizer(tmp_path / "saved")
-    assert (
-        (saved.bos, saved.stop_ids)
-        == (tokenizer.bos, tokenizer.stop_ids)
-        == ((START_ID,), (EOT_ID, 7))
-    )
+    assert (tokenizer.bos, tokenizer.stop_ids) == ((START_ID,), (EOT_ID, 7))
+    assert (saved.bos, saved.stop_ids) == ((START_ID,), (EOT_ID, 7))
 
 
 @pytest.mark.parametrize("value", [[1, "2"], "</s>", -1, [True], {"a": 1}])
@@ -201,30 +201,27 @@ def test_an_end_that_is_not_an_id_is_refused(value, tmp_path):
 # Document starts, for every kind of post-processor
 
 LEVEL = processors.ByteLevel()
+OTHER = template(f"{END_OF_TEXT} $A")
+
+
+def around(processor):
+    """A processor of BERT's kind, which takes the tokens after and before a text."""
+    return lambda id_of: processor(*((token, id_of(token)) for token in (END_OF_TEXT, START)))
+
+
 OPENINGS = {
     "none": (None, {}),
     "byte level": (lambda id_of: LEVEL, {}),
-    "template": (template(f"{START} $A"), {}),
+    "template": (STARTED, {}),
     "both sides": (template(f"{START} $A {END_OF_TEXT}"), {}),
     "end only": (template(f"$A {END_OF_TEXT}"), {}),
     "two": (template(f"{END_OF_TEXT} {START} $A"), {}),
-    "sequence": (lambda i: processors.Sequence([LEVEL, template(f"{START} $A")(i)]), {}),
-    "nested": (
-        lambda i: processors.Sequence(
-            [template(f"{START} $A")(i), template(f"{END_OF_TEXT} $A")(i)]
-        ),
-        {},
-    ),
-    "bert": (
-        lambda i: processors.BertProcessing((END_OF_TEXT, i(END_OF_TEXT)), (START, i(START))),
-        {},
-    ),
-    "roberta": (
-        lambda i: processors.RobertaProcessing((END_OF_TEXT, i(END_OF_TEXT)), (START, i(START))),
-        {},
-    ),
+    "sequence": (lambda id_of: processors.Sequence([LEVEL, STARTED(id_of)]), {}),
+    "nested": (lambda id_of: processors.Sequence([STARTED(id_of), OTHER(id_of)]), {}),
+    "bert": (around(processors.BertProcessing), {}),
+    "roberta": (around(processors.RobertaProcessing), {}),
     "only the config would add it": (None, {"add_bos_token": True}),
-    "only the config would not": (template(f"{START} $A"), {"add_bos_token": False}),
+    "only the config would not": (STARTED, {"add_bos_token": False}),
 }
 
 
@@ -266,7 +263,7 @@ def ids_and_starts(folder: Path, split: str) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_every_prepared_document_begins_with_the_start(split, tmp_path):
     plain = prepared(tmp_path, tokenizer_folder(tmp_path / "plain"), DOCUMENTS)
-    folder = tokenizer_folder(tmp_path / "started", template(f"{START} $A"))
+    folder = tokenizer_folder(tmp_path / "started", STARTED)
     started = prepared(tmp_path, folder, DOCUMENTS)
     assert started.name != plain.name
     tokenizer = load_tokenizer(started / "tokenizer")
@@ -309,7 +306,7 @@ def test_evaluation_begins_each_document_with_the_start(tmp_path):
 
 @torch.no_grad()
 def test_a_start_between_documents_is_context_and_not_scored(tmp_path):
-    folder = model_folder(tmp_path / "model", None, processor=template(f"{START} $A"))
+    folder = model_folder(tmp_path / "model", None, processor=STARTED)
     model, tokenizer = find_weights(folder).load(torch.device("cpu"))
     ids = [START_ID, *tokenizer.encode("def"), EOT_ID, START_ID, *tokenizer.encode("class")]
     at = ids.index(START_ID, 1)
@@ -323,7 +320,7 @@ def test_a_start_between_documents_is_context_and_not_scored(tmp_path):
 def test_the_loss_of_a_text_is_that_of_transformers(tmp_path, command):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = model_folder(tmp_path / "model", None, processor=template(f"{START} $A"))
+    folder = model_folder(tmp_path / "model", None, processor=STARTED)
     (tmp_path / "text.txt").write_text(TEXT[:150])
     tokens = AutoTokenizer.from_pretrained(folder)(TEXT[:150], return_tensors="pt")["input_ids"]
     expected = float(AutoModelForCausalLM.from_pretrained(folder)(tokens, labels=tokens).loss)
@@ -334,7 +331,7 @@ def test_the_loss_of_a_text_is_that_of_transformers(tmp_path, command):
 
 
 def test_attention_is_shown_with_the_start(tmp_path, command):
-    folder = model_folder(tmp_path / "model", None, processor=template(f"{START} $A"))
+    folder = model_folder(tmp_path / "model", None, processor=STARTED)
     out = tmp_path / "page.html"
     assert command(tools.attention.main, folder, f"--prompt={PROMPT}", f"--out={out}")[0] == 0
     assert '"tokens":["\\u003cs>","def"' in out.read_text()
@@ -443,7 +440,7 @@ def test_a_document_ends_once_whatever_its_text_says(kind, tmp_path):
 
 
 def test_special_tokens_in_a_prompt_are_an_option_of_sampling(tmp_path, command):
-    folder = model_folder(tmp_path / "model", None, processor=template(f"{START} $A"))
+    folder = model_folder(tmp_path / "model", None, processor=STARTED)
     argv = [folder, "--temperature=0", "--max_new_tokens=9", "--device=cpu"]
     plain = command(sample.main, *argv, f"--prompt={START}{PROMPT}")[1]
     typed = command(sample.main, *argv, f"--prompt={START}{PROMPT}", "--special")[1]
@@ -639,7 +636,7 @@ def test_a_batch_of_an_export_gives_what_its_texts_give_alone(kind, tmp_path):
 
     vocab_size = None
     if kind == "theirs":
-        folder = model_folder(tmp_path / "model", EOT_ID, processor=template(f"{START} $A"))
+        folder = model_folder(tmp_path / "model", EOT_ID, processor=STARTED)
         tokenizer = load_tokenizer(folder)
     elif kind == "char, padded":
         tokenizer, vocab_size = char_tokenizer("\n abc", False), 8
