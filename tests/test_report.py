@@ -433,7 +433,7 @@ def test_the_command_to_resume_does_not_start_over():
 
 def test_two_runs_are_overlaid(tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=100, seed=7)
-    data = data_of(write_report([read_history(a), read_history(b)], tmp_path / "both.html"))
+    data = page_data([read_history(a), read_history(b)])
     assert data["title"] == "a + b"
     assert [run["name"] for run in data["runs"]] == ["a", "b"]
     assert ["run.seed", "1", "7"] in data["differences"]
@@ -447,8 +447,7 @@ def test_two_runs_are_overlaid(tmp_path):
 
 
 def test_a_run_that_has_only_started(tmp_path):
-    folder = write_run(tmp_path / "new", steps=0)
-    data = data_of(write_report([read_history(folder)], folder / "report.html"))
+    data = page_data([read_history(write_run(tmp_path / "new", steps=0))])
     assert data["status"].startswith("step 0 of 200, 0%")
     assert data["headlines"]["best validation loss"] == "-"
 
@@ -459,7 +458,7 @@ def test_losses_that_are_not_finite(tmp_path):
     lines = lines.replace('"val_loss": ', '"val_loss": null, "x": ')
     lines = re.sub(r'"loss": [\d.]+', '"loss": null', lines, count=5)
     (folder / "metrics.jsonl").write_text(lines + '{"step": 3, "torn')
-    data = data_of(write_report([read_history(folder)], folder / "report.html"))
+    data = page_data([read_history(folder)])
     assert data["headlines"]["best validation loss"] == "-"
     losses = data["runs"][0]["training"]["loss"]
     assert losses[:5] == [None] * 5 and None not in losses[5:]  # a gap in the curve

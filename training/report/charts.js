@@ -57,7 +57,7 @@ function logTicks(low, high) {
   return found.length > 3 ? found : ticks(low, high, 6); // less than a decade
 }
 
-const compact = new Intl.NumberFormat("en", { notation: "compact" });
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 6 });
 const tickText = (t) =>
   Math.abs(t) >= 1e5 ? compact.format(t)
     : Math.abs(t) >= 1000 ? t.toLocaleString("en") : String(Number(t.toPrecision(12)));
