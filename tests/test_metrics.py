@@ -91,7 +91,8 @@ def test_the_highest_attempt_of_a_step_counts_and_a_torn_line_is_skipped(tmp_pat
         {"step": 2, "attempt": 1, "loss": 4.0},
         {"step": 2, "attempt": 1, "val_loss": 4.4},
         {"step": 2, "attempt": 2, "loss": 3.9},
-        {"step": 3, "attempt": 2, "loss": 3.0},
+        {"step": 3, "attempt": 2, "loss": 3.1},
+        {"step": 3, "attempt": 2, "loss": 3.0},  # the later line counts
     ]
     text = "\n".join(map(json.dumps, lines)) + '\n{"step": 4, "lo'
     (tmp_path / "m").write_text(text)
