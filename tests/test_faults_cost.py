@@ -1,4 +1,4 @@
-"""What a save costs, for the main config and for 124M parameters."""
+"""Duration of a save, for the main config and for 124M parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIGS = Path(__file__).parents[1] / "config"
 
 @pytest.mark.faults
 @pytest.mark.parametrize("name, vocab_size, times", [("small", 4096, 5), ("gpt2_124m", 50_304, 2)])
-def test_what_a_save_costs(name, vocab_size, times, tmp_path, figure):
+def test_duration_of_a_save(name, vocab_size, times, tmp_path, figure):
     config = read_config(CONFIGS / f"{name}.py")
     model = GPT(config.model.resolved(vocab_size))
     model.init_weights(1)

@@ -1,4 +1,4 @@
-"""Inputs that nobody should write: refused in words or understood; no traceback, nothing run."""
+"""Hostile inputs are understood or refused with a message; no traceback, and nothing is run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ json_values = st.recursive(
 
 
 @pytest.mark.parametrize("n", [200, pytest.param(10_000, marks=pytest.mark.faults)])
-def test_any_command_line_is_understood_or_refused_in_words(n, figure, capsys):
+def test_any_command_line_is_understood_or_refused_with_a_message(n, figure, capsys):
     arguments = st.lists(
         st.tuples(names, words).map(lambda pair: f"--{pair[0]}={pair[1]}") | words, max_size=5
     )
@@ -72,7 +72,7 @@ def test_any_command_line_is_understood_or_refused_in_words(n, figure, capsys):
 
 
 @pytest.mark.parametrize("n", [200, pytest.param(10_000, marks=pytest.mark.faults)])
-def test_any_run_json_is_understood_or_refused_in_words(n, figure):
+def test_any_run_json_is_understood_or_refused_with_a_message(n, figure):
     good = json.loads(to_json(Config()))
 
     @settings(max_examples=n, **QUIET)
@@ -95,7 +95,7 @@ def test_any_run_json_is_understood_or_refused_in_words(n, figure):
 
 @pytest.mark.parametrize("n", [200, pytest.param(10_000, marks=pytest.mark.faults)])
 def test_any_manifest_and_header_is_understood_or_refused(n, trained_once, tmp_path, figure):
-    """Sealed and hashed as an attacker would, so that only the checks of values stand between."""
+    """With seals and hashes that match, as an attacker would make them."""
     folder = Path(shutil.copytree(trained_once / "checkpoints" / "step-8", tmp_path / "step-8"))
     good = json.loads((folder / MANIFEST).read_text())
     tensors = (folder / "model.safetensors").read_bytes()
@@ -168,12 +168,12 @@ def traps(marker: Path) -> list[bytes]:
     ]
 
 
-def test_the_traps_do_spring(tmp_path):
+def test_the_traps_work(tmp_path):
     pickle.loads(traps(tmp_path / "sprung")[0])
     assert (tmp_path / "sprung").exists()
 
 
-def test_booby_trapped_files_of_every_kind_are_not_run(trained, tiny_folder, tmp_path, figure):
+def test_booby_trapped_files_are_not_run(trained, tiny_folder, tmp_path, figure):
     """Every file of a checkpoint, a run and prepared data in turn is replaced by each trap, and
     for a checkpoint the manifest is made to fit."""
     marker, tried = tmp_path / "sprung", 0
@@ -196,7 +196,7 @@ def test_booby_trapped_files_of_every_kind_are_not_run(trained, tiny_folder, tmp
 
 
 def read_everything(run: Path, data: Path) -> None:
-    """All that training, resuming and sampling read; each failure must be one that is told."""
+    """Read all that training, resuming and sampling read; every failure must be a known one."""
 
     def resume() -> None:
         found = Checkpoints(run / "checkpoints", lambda text: None).newest()

@@ -1,7 +1,8 @@
-"""kill -9 at random moments: nothing is torn, and the run that goes on ends with the same bits."""
+"""kill -9 at random moments: no checkpoint is torn, and the resumed run ends with the same bits."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -18,11 +19,11 @@ import training.run
 STEPS = 8
 KILLED = {"dropout": 0.2, "max_steps": STEPS, "eval_interval": 4, "checkpoint_interval": 2}
 KILLED |= {"quiet": "true", "interval": 1}
-BEGAN, STEP, SAVES, SAVING, SAVE_SECONDS = range(5)  # what a child tells
+BEGAN, STEP, SAVES, SAVING, SAVE_SECONDS = range(5)  # what a child reports
 
 
-def telling(shared: Shared):
-    """A hook: the child tells how far it is and whether it is saving."""
+def reporting(shared: Shared):
+    """A hook with which the child reports how far it is and whether it is saving."""
 
     def patch() -> None:
         save = training.checkpoint.Checkpoints.save
@@ -33,7 +34,7 @@ def telling(shared: Shared):
         def done(state, setup) -> None:
             shared[STEP] = state.step
 
-        def tell_save(*args) -> bool:
+        def reported_save(*args) -> bool:
             shared[SAVES] += 1
             shared[SAVING], began = 1, time.monotonic()
             try:
@@ -42,7 +43,7 @@ def telling(shared: Shared):
                 shared[SAVING], shared[SAVE_SECONDS] = 0, time.monotonic() - began
 
         training.run.take_step = around_steps(begun, done)
-        training.checkpoint.Checkpoints.save = tell_save
+        training.checkpoint.Checkpoints.save = reported_save
 
     return patch
 
@@ -52,11 +53,12 @@ class Figures:
         self.kills = self.in_save = self.torn = self.most_redone = self.equal = 0
 
 
-def kill_once(argv: list[str], run: Path, wanted, times, rng, inside: bool, told: Figures) -> bool:
-    """One run, killed once and gone on with; False if it ended, or was not in a save, as wished."""
+def kill_once(argv: list[str], run: Path, wanted, times, rng, inside: bool, told: Figures) -> None:
+    """Kill one run and resume it. Counts unless it ended before, or was to be killed inside a save
+    and was not."""
     shared = Shared()
     shutil.rmtree(run, ignore_errors=True)
-    pid = fork(argv, before=telling(shared))
+    pid = fork(argv, before=reporting(shared))
     seconds, saves, save_seconds = times
     if inside:
         nth = rng.randint(1, saves)
@@ -67,7 +69,7 @@ def kill_once(argv: list[str], run: Path, wanted, times, rng, inside: bool, told
         time.sleep(rng.uniform(0, seconds))
     os.kill(pid, signal.SIGKILL)
     if ended(pid) == 0 or (inside and not shared[SAVING]):
-        return False
+        return
     told.kills += 1
     told.in_save += int(shared[SAVING])
     try:
@@ -78,22 +80,13 @@ def kill_once(argv: list[str], run: Path, wanted, times, rng, inside: bool, told
     told.most_redone = max(told.most_redone, int(shared[STEP]) - max(good, default=0))
     assert train(argv) == 0
     assert not leftovers(run)
-    told.equal += bits(run, STEPS) == wanted and best(run) == best_of(wanted)
-    return True
-
-
-def best(run: Path) -> str:
-    return (run / "checkpoints" / "best").read_text().strip()
-
-
-def best_of(wanted: tuple[str, str, str]) -> str:
-    import json
-
-    return f"step-{json.loads(wanted[2])['best_step']}"
+    best = (run / "checkpoints" / "best").read_text().strip()
+    best_step = json.loads(wanted[2])["best_step"]
+    told.equal += bits(run, STEPS) == wanted and best == f"step-{best_step}"
 
 
 def test_a_kill_between_the_last_checkpoint_and_best_is_mended(trained, tiny_argv):
-    """The run is finished: the same command has nothing to do but this."""
+    """The run is finished: the same command has nothing else to do."""
     place = trained / "checkpoints" / "best"
     wanted = place.read_text()
     place.write_text("step-4\n")
@@ -102,13 +95,13 @@ def test_a_kill_between_the_last_checkpoint_and_best_is_mended(trained, tiny_arg
 
 
 @pytest.mark.parametrize("n", [20, pytest.param(200, marks=pytest.mark.faults)])
-def test_kill_nine_at_random_moments_half_of_them_in_a_save(n, tiny_argv, tmp_path, figure):
+def test_kill_9_at_random_moments_half_of_them_during_a_save(n, tiny_argv, tmp_path, figure):
     rng, told, shared = random.Random(n), Figures(), Shared()
     argv = tiny_argv(tmp_path / "run", **KILLED)
-    assert train(argv, before=telling(shared)) == 0  # also prepares the data
+    assert train(argv, before=reporting(shared)) == 0  # also prepares the data
     wanted, began = bits(tmp_path / "run", STEPS), time.monotonic()
     shutil.rmtree(tmp_path / "run")
-    assert train(argv, before=telling(shared)) == 0
+    assert train(argv, before=reporting(shared)) == 0
     times = (time.monotonic() - began, shared[SAVES] / 2, shared[SAVE_SECONDS])
     times = (times[0], int(times[1]), times[2])
     while told.kills < n:

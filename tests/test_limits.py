@@ -1,4 +1,4 @@
-"""Cores and memory by affinity and cgroups, with files as kernels write them."""
+"""Cores and memory from affinity and cgroups, with files as kernels write them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_usable_cores(machine, membership, files, cores):
     assert limits.usable_cores() == cores
 
 
-def test_where_there_are_no_cgroups(monkeypatch, tmp_path):
+def test_without_cgroups(monkeypatch, tmp_path):
     monkeypatch.setattr(limits, "MEMBERSHIP", tmp_path / "none")
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
@@ -72,7 +72,7 @@ def test_where_there_are_no_cgroups(monkeypatch, tmp_path):
     assert limits.usable_cores() == 1
 
 
-def test_threads_and_workers_go_by_it(machine, monkeypatch):
+def test_threads_and_workers_follow_the_usable_cores(machine, monkeypatch):
     machine(16, "0::/\n", {"cpu.max": "400000 100000"})
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
     assert [default_threads(ranks) for ranks in (1, 2, 3, 16)] == [4, 2, 1, 1]
