@@ -82,13 +82,13 @@ def test_every_mode_reads_options_and_every_option_has_a_reader():
     ("argv", "said"),
     [
         (["nothing"], "MODE=nothing: must be one of data, compress"),
-        (["compress", "--seeds=5"], "--seeds: compress does not read it; its options: --source, "),
-        (["train", "--source=x", "--tries=2"], "--source, --tries: train does not read it"),
+        (["compress", "--seeds=5"], "--seeds: not an option of compress; it has: --source, "),
+        (["train", "--source=x", "--tries=2"], "--source, --tries: not an option of train"),
         (["loss", "--seeds=0"], "seeds=0: must be at least 1"),
-        (["loss", "--peer=/nowhere"], "peer=/nowhere: no nanoGPT there (train.py, model.py)"),
-        (["train", "--peer=/nowhere"], "peer=/nowhere: no nanoGPT there"),
+        (["loss", "--peer=/nowhere"], "peer=/nowhere: not a nanoGPT folder"),
+        (["train", "--peer=/nowhere"], "peer=/nowhere: not a nanoGPT folder"),
         (["data", "--tokenizer=bpe:1"], "data.tokenizer=bpe:1: bpe:N needs"),
-        (["gpu", "--device=cpu"], "device=cpu: far too slow at these sizes; give --quick=true"),
+        (["gpu", "--device=cpu"], "device=cpu: far too slow at these sizes; add --quick=true"),
     ],
 )
 def test_mistakes_are_told(argv, said, command):
@@ -102,7 +102,7 @@ def test_mistakes_are_told(argv, said, command):
 def test_without_a_gpu_one_line_says_so(command):
     code, out, err = command(bench.main, "gpu")
     assert (code, out) == (2, "")
-    assert err.startswith("error: device=cuda: no CUDA GPU here; --device=cpu --quick=true")
+    assert err.startswith("error: device=cuda: there is no CUDA GPU")
     assert len(err.splitlines()) == 1
 
 

@@ -1,18 +1,18 @@
-"""Measure: `python -m tools.bench MODE [--name=value ...]`. Prints one table.
+"""Benchmarks: `python -m tools.bench MODE [--name=value ...]` prints one table.
 
-    data       preparation against the tokenizer library alone; the loader's share of a step
+    data       speed of data preparation vs the tokenizer library; the loader's share of a step
     compress   bits per byte of `xz -9` on the validation text, alone and given the training text
-    loss       seconds from `python` to exit, and the validation loss, beside nanoGPT's
-    train      a training step's share of the matrix-product peak, beside nanoGPT's
-    start      seconds to the first step, and to the help, beside importing torch
-    processes  tokens per second of N processes of a thread each, beside one with N threads
-    memory     peak of a step with a large vocabulary, beside that of plain logits
-    growth     time and memory by context length and width, beside the FLOP count
+    loss       seconds from `python` to exit, and validation loss, vs nanoGPT
+    train      a training step as a fraction of the matrix-product peak, vs nanoGPT
+    start      seconds to the first step and to --help, vs `import torch`
+    processes  tokens per second of N processes with one thread each, vs one with N threads
+    memory     peak memory of a step with a large vocabulary, vs plain logits
+    growth     time and memory by context length and width, vs the FLOP count
     kernels    time of a step without each hand-written module, relative to one with all
-    decode     tokens per second beside reading the weights, nanoGPT and Hugging Face
+    decode     tokens per second, vs reading the weights, nanoGPT and Hugging Face
     gpu        correctness, MFU, decoding and memory on a GPU
 
-Every figure is a ratio within one run: machines differ, and are noisy.
+Compare only figures of one run: machines differ, and are noisy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 from cli.command import run_command
 from cli.options import ConfigError, parse_arguments, parse_options
 
-# mode -> where bench_<mode> is: tools/bench/<part>.py. Its parameters are the options it reads.
+# mode -> the module of bench_<mode>, whose parameters are the options that the mode reads.
 MODES = {
     "data": "data",
     "compress": "data",
@@ -43,27 +43,25 @@ MODES = {
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured, and how often. Each mode reads some of it and refuses the rest."""
+    """Options of all modes. Each mode reads some of them and refuses the rest."""
 
-    source: Annotated[str | None, "text; stdlib, or that of the config, unless given"] = None
+    source: Annotated[str | None, "text to use; default: stdlib, or the config's source"] = None
     tokenizer: Annotated[str, "data, compress: tokenizer to prepare the text with"] = "bpe:4096"
-    copies: Annotated[int, "data: times the text is repeated for the speed of preparation"] = 24
-    workers: Annotated[int | None, "data: processes; all cores unless given"] = None
-    config: Annotated[str | None, "loss, start, processes: the config; their own unless given"] = (
-        None
-    )
-    peer: Annotated[str, "loss, train, decode: a folder of nanoGPT to measure beside ours"] = ""
-    seeds: Annotated[int, "loss: runs, each of another seed"] = 5
-    tries: Annotated[int, "start, processes: runs of each kind, in turn"] = 5
-    steps: Annotated[int | None, "train, processes: steps that are timed; enough unless given"] = (
-        None
-    )
+    copies: Annotated[int, "data: copies of the text to prepare"] = 24
+    workers: Annotated[int | None, "data: worker processes; default: all cores"] = None
+    config: Annotated[
+        str | None, "loss, start, processes: config file to run; each has a default"
+    ] = None
+    peer: Annotated[str, "loss, train, decode: nanoGPT folder to compare with"] = ""
+    seeds: Annotated[int, "loss: number of runs, each with its own seed"] = 5
+    tries: Annotated[int, "start, processes: number of runs of each kind, alternating"] = 5
+    steps: Annotated[int | None, "train, processes: number of timed steps; default: enough"] = None
     size: Annotated[Literal["1", "2", "3", "all"], "train: which of nanoGPT's three sizes"] = "all"
-    cores: Annotated[int, "processes: how many, and how many threads for one"] = 2
-    device: Annotated[Literal["cuda", "cpu"], "gpu: cpu for a trial of its logic"] = "cuda"
-    quick: Annotated[bool, "train, memory, growth, kernels, decode, gpu: toy sizes, to try it"] = (
-        False
-    )
+    cores: Annotated[int, "processes: number of processes, and of threads of the single one"] = 2
+    device: Annotated[Literal["cuda", "cpu"], "gpu: cpu only tests the benchmark itself"] = "cuda"
+    quick: Annotated[
+        bool, "train, memory, growth, kernels, decode, gpu: toy sizes, to try the command"
+    ] = False
 
     def problems(self) -> list[str]:
         low = {"copies": 1, "workers": 1, "seeds": 1, "tries": 1, "steps": 1, "cores": 1}
@@ -86,12 +84,12 @@ def main(argv: list[str]) -> int:
     given = parse_arguments(argv, {"": BenchOptions}).values[""]
     if unread := [f"--{name}" for name in given if name not in reads]:
         known = ", ".join(f"--{name}" for name in reads) or "none"
-        raise ConfigError(f"{', '.join(unread)}: {mode} does not read it; its options: {known}")
+        raise ConfigError(f"{', '.join(unread)}: not an option of {mode}; it has: {known}")
     return bench(**{name: getattr(options, name) for name in reads}) or 0
 
 
 def mode_function(mode: str):
-    """bench_<mode>, imported when it is asked for: torch takes a second."""
+    """Import and return bench_<mode>; only now, because importing torch takes a second."""
     return getattr(importlib.import_module(f"tools.bench.{MODES[mode]}"), f"bench_{mode}")
 
 

@@ -30,7 +30,7 @@ TIMED_STEPS = 3
 
 
 class PlainLossGPT(GPT):
-    """The same model, all logits at once and PyTorch's own loss."""
+    """The same model with all logits at once and PyTorch's own loss."""
 
     def forward(self, tokens: Tensor, targets: Tensor, *, reduction: str) -> Tensor:
         logits = super().forward(tokens)  # (B, T, V)
@@ -43,7 +43,7 @@ class PlainLossGPT(GPT):
 
 
 def bench_memory(*, quick: bool) -> None:
-    """The peak of a step with the loss by chunks, and with plain logits and cross_entropy."""
+    """Compare the peak memory of a step: loss in chunks, and plain logits with cross_entropy."""
     shape = ModelConfig(n_layers=4, n_heads=4, d_model=256, context_length=1024).resolved(50304)
     batch = 8
     if quick:
@@ -67,9 +67,9 @@ def bench_memory(*, quick: bool) -> None:
 
 
 def cost_of_step(shape: ModelConfig, batch: int, model_class: type[GPT]) -> tuple[int, float]:
-    """Bytes that one training step takes on top of weights and optimizer, and its seconds."""
+    """Return bytes of a training step on top of weights and optimizer, and its seconds."""
     setup = training_setup(shape, batch, model_class=model_class)
-    # A short step first: thread pools and kernels take memory once.
+    # A short step first, because thread pools and kernels allocate memory once.
     train_step(setup, [random_batch(setup, 1, 8)], 0)
     tokens = random_batch(setup, batch)
     memory = peak_memory(lambda: train_step(setup, [tokens], 1))
@@ -119,7 +119,7 @@ def steps_without(
 
 
 def bench_growth(*, quick: bool) -> None:
-    """Time and memory per token: by context length, then by width."""
+    """Measure time and memory per token by context length, then by width."""
     base = ModelConfig(n_layers=4, n_heads=4, d_model=256, context_length=256)
     tokens = 64 if quick else 4096  # of a step
     lengths = [16, 32] if quick else [128, 256, 512, 1024, 2048, 4096]
@@ -129,12 +129,12 @@ def bench_growth(*, quick: bool) -> None:
     by_length = [replace(base, context_length=T) for T in lengths]
     by_width = [replace(base, d_model=C, n_heads=max(1, C // 64)) for C in widths]
     show(
-        ["", "CPU ms a 1,000 tokens", "MFLOPs a token", "time / FLOPs", "KB a token"],
+        ["", "CPU ms per 1,000 tokens", "MFLOPs per token", "time / FLOPs", "KB per token"],
         [
             *growth_rows([f"T {s.context_length}" for s in by_length], by_length, tokens),
             *growth_rows([f"width {s.d_model}" for s in by_width], by_width, tokens),
         ],
-        f"{base.n_layers} layers, {tokens} tokens a step; T at width {base.d_model}, widths at T "
+        f"{base.n_layers} layers, {tokens} tokens per step; T at width {base.d_model}, widths at T "
         f"{base.context_length}, heads of width 64; CPU time on one thread",
         "time / FLOPs: how much longer a token takes than in the first row, over how many more "
         "FLOPs it has:",
@@ -161,16 +161,16 @@ def time_over_flops(costs: list[tuple[float, float]]) -> list[float]:
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """CPU time that this process spends on `work`."""
+    """Return the CPU time that this process spends on `work`."""
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
 def cost_per_token(shape: ModelConfig, tokens: int) -> tuple[float, int, float]:
-    """(seconds, FLOPs, bytes) that a token of a training step takes.
+    """Return (seconds, FLOPs, bytes) per token of a training step.
 
-    CPU time of one thread, for rows are minutes apart: what else runs then does not count.
+    CPU time of one thread, because rows are minutes apart and other load must not count.
     """
     torch.set_num_threads(1)
     T = shape.context_length

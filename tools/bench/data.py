@@ -1,4 +1,4 @@
-"""What preparation, the loader and general compressors do with the same text."""
+"""Data preparation, the loader, and a general compressor on the same text."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from tools.bench.step import random_batch, step_seconds, training_setup
 from training.config import load_config
 
 ROOT = Path(__file__).parents[2]
-FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 27}]  # sees all it was given
+FILTERS = [
+    {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 27}
+]  # a dictionary larger than the text
 
 
 def bench_data(*, source: str | None, tokenizer: str, copies: int, workers: int | None) -> None:
-    """How fast text becomes ids, and what the loader costs."""
+    """Measure the speed of data preparation, and the cost of the loader."""
     config = checked(source, tokenizer)
     cores = workers or len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
@@ -38,7 +40,7 @@ def bench_data(*, source: str | None, tokenizer: str, copies: int, workers: int 
 
 
 def checked(source: str | None, tokenizer: str) -> DataConfig:
-    """The data of these options. Raises ConfigError for what is wrong with them."""
+    """Return the DataConfig of these options. Raises ConfigError listing their mistakes."""
     config = DataConfig(source=source or "stdlib", tokenizer=tokenizer)
     if problems := config.problems():
         raise ConfigError(problems)
@@ -46,10 +48,10 @@ def checked(source: str | None, tokenizer: str) -> DataConfig:
 
 
 def bench_preparation(config: DataConfig, copies: int, folder: Path, cores: int) -> None:
-    """MB/s of `data.prepare` on all cores, against the tokenizer library alone on one.
+    """Compare MB/s of `data.prepare` on all cores with the tokenizer library alone on one.
 
-    Starting and training a tokenizer, on a sample of bounded size, cost the same for any text: what
-    `copies` more copies of it take is preparation alone.
+    Starting up and training a tokenizer, on a sample of bounded size, take the same time for any
+    text. So the time of `copies` more copies is preparation alone.
     """
     prepared = prepare(config, say=lambda text: None, progress=False)
     text = b"".join(text_of(prepared, split) for split in ("train", "val"))
@@ -69,12 +71,12 @@ def bench_preparation(config: DataConfig, copies: int, folder: Path, cores: int)
 
 
 def marginal_speed(size: float, short: tuple[int, float], long: tuple[int, float]) -> float:
-    """Size a second of what `long` has more than `short`, each (copies of the size, seconds)."""
+    """Return size per second of what `long` has beyond `short`, each (copies, seconds)."""
     return size * (long[0] - short[0]) / max(1e-9, long[1] - short[1])
 
 
 def seconds_to_prepare(tokenizer: str, text: bytes, copies: int, folder: Path, cores: int) -> float:
-    """Wall time of `data.prepare` on some copies of the text, in a process of its own."""
+    """Return the wall time of a `data.prepare` process on some copies of the text."""
     source = folder / f"text-{copies}.txt"
     with source.open("wb") as file:
         for _ in range(copies):
@@ -89,9 +91,9 @@ def seconds_to_prepare(tokenizer: str, text: bytes, copies: int, folder: Path, c
 
 
 def library_speed(tokenizer, text: bytes, seconds: float = 5.0) -> float:
-    """MB/s of the tokenizer's own encoder over the whole text, in 512 kB pieces, again and again.
+    """Return MB/s of the tokenizer's own encoder over the whole text, in 512 kB pieces.
 
-    The mean, as preparation's is: the best moments of a machine do not last.
+    The mean of several rounds, as for preparation: the best moments of a machine do not last.
     """
     pieces = [
         text[i : i + (1 << 19)].decode("utf-8", "ignore") for i in range(0, len(text), 1 << 19)
@@ -106,7 +108,7 @@ def library_speed(tokenizer, text: bytes, seconds: float = 5.0) -> float:
 
 
 class Simulated:
-    """A window set of any size that reads nothing: what is left is the cost of the order."""
+    """Windows without data, any number of them: what remains is the cost of the order."""
 
     context_length = 256
 
@@ -119,7 +121,7 @@ class Simulated:
 
 
 def bench_loader() -> None:
-    """Milliseconds of batch(i), early and late; its share of a training step of small.py."""
+    """Measure milliseconds of batch(i), early and late, and its share of a step of small.py."""
     far = BatchLoader(Simulated(2 * 10**9), seed=1, global_batch=32)
     at_0, at_far = milliseconds(far, 0), milliseconds(far, 10**9 // 32)
     print(f"batch() of 32 in 2 x 10^9 windows: {at_0:.3f} ms at window 0, {at_far:.3f} at 10^9")
@@ -135,7 +137,7 @@ def bench_loader() -> None:
 
 
 def milliseconds(loader, first: int, tries: int = 50) -> float:
-    """The median time of a batch, from batch `first` on."""
+    """Return the median time of a batch, from batch `first` on."""
     times = []
     for i in range(first, first + tries):
         start = time.perf_counter()
@@ -145,7 +147,7 @@ def milliseconds(loader, first: int, tries: int = 50) -> float:
 
 
 def small_step():
-    """The config of small.py and the median milliseconds of one of its steps."""
+    """Return the config of small.py and the median milliseconds of its steps."""
     config = load_config([str(ROOT / "config/small.py")])
     folder = prepare(config.data, say=lambda text: None, progress=False)
     shape = config.model.resolved(load_tokenizer(folder / "tokenizer").vocab_size)
@@ -155,7 +157,7 @@ def small_step():
 
 
 def bench_compress(*, source: str | None, tokenizer: str) -> None:
-    """What a general compressor makes of the same validation bytes: the bar for bits per byte."""
+    """Compress the validation text with xz: the bar for bits per byte."""
     folder = prepare(checked(source, tokenizer))
     train, val = (text_of(folder, split) for split in ("train", "val"))
     alone, given = 8 * xz(val) / len(val), 8 * (xz(train + val) - xz(train)) / len(val)
@@ -165,12 +167,12 @@ def bench_compress(*, source: str | None, tokenizer: str) -> None:
 
 
 def xz(text: bytes) -> int:
-    """Size in bytes."""
+    """Return the compressed size in bytes."""
     return len(lzma.compress(text, format=lzma.FORMAT_XZ, filters=FILTERS))
 
 
 def text_of(folder: Path, split: str) -> bytes:
-    """All text of a split, decoded from its shards."""
+    """Return all text of a split, decoded from its shards."""
     meta, tokenizer = read_meta(folder), load_tokenizer(folder / "tokenizer")
     stream = TokenStream(folder, meta, split, 0)
     return tokenizer.decode_bytes(stream.read(0, meta.tokens[split]).tolist())

@@ -1,4 +1,4 @@
-"""Decoding: tokens per second, beside what reading the weights once a token allows, and peers."""
+"""Decoding: tokens per second, compared with reading the weights once per token, and with peers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tools.bench.peer import peer_folder, peer_model
 from tools.bench.step import GPT2_SHAPED, alternate, seconds_of
 from tools.bench.table import show
 
-Timed = Callable[[], float]  # does something and gives the seconds it took
+Timed = Callable[[], float]  # does something and returns its seconds
 
 
 @dataclass(frozen=True)
 class Work:
-    """A model, and the lengths in tokens that it is measured at."""
+    """A model and the lengths, in tokens, to measure."""
 
     shape: ModelConfig
     prompt_tokens: int = 16
@@ -37,28 +37,31 @@ class Work:
 
 
 def bench_decode(*, peer: str, quick: bool) -> None:
-    """One sequence, ours and the others' in turn; several at once; the cost along the context."""
+    """Measure one sequence, ours and the others alternating; a batch; and by position."""
     folder = peer_folder(peer) if peer else None
     work = toy_work() if quick else Work(gpt2_shaped(12, 12, 768, 1024, 50304))
     model = GPT(work.shape)
     model.init_weights(1)
     model.eval()
-    notes = [] if folder else ["nanoGPT: name its folder, --peer=DIR"]
-    notes += [] if has_transformers() else ["Hugging Face: pip install transformers"]
+    notes = [] if folder else ["to compare with nanoGPT: --peer=DIR"]
+    notes += (
+        [] if has_transformers() else ["to compare with Hugging Face: pip install transformers"]
+    )
     rows = speed_rows(seconds_a_token(model, work, folder), work.batch)
     show(
-        ["float32", "ms a token", "tokens/s", "of the bound", "ours / it", "attention", "the rest"],
+        ["float32", "ms per token", "tokens/s", "of the bound", "speedup", "attention", "other"],
         rows + position_rows(along_the_context(model, work)),
-        f"{work.prompt_tokens} + {work.new_tokens} tokens, reading the prompt included; "
+        f"{work.prompt_tokens} + {work.new_tokens} tokens, including the prompt; "
         f"{torch.get_num_threads()} threads",
-        "the bound: F.linear of each weight matrix and a vector, timed after each of our tokens",
-        "attention: ms of it alone in all layers, of the next token at this position",
+        "the bound: F.linear of each weight matrix with a vector, timed after each of our tokens; "
+        "speedup: of ours over this row",
+        "attention: ms of attention in all layers, for the next token at this position",
         *notes,
     )
 
 
 def toy_work() -> Work:
-    """The same in a second."""
+    """Return a toy version that takes a second."""
     return Work(gpt2_shaped(2, 2, 32, 32, 64), 4, 8, batch=2, positions=(4, 30), steps=3)
 
 
@@ -68,7 +71,7 @@ def gpt2_shaped(layers: int, heads: int, width: int, context: int, vocab: int) -
 
 
 def speed_rows(seconds: dict[str, float], batch: int) -> list[list[str]]:
-    """seconds: of a token, of "the bound", "ours", peers, and of "batch", so many at once."""
+    """seconds: per token, of "the bound", "ours", the peers, and "batch" sequences at once."""
     bound, ours = seconds["the bound"], seconds["ours"]
     rows = []
     for name, each in seconds.items():
@@ -80,7 +83,7 @@ def speed_rows(seconds: dict[str, float], batch: int) -> list[list[str]]:
 
 
 def position_rows(seconds: dict[int, tuple[float, float]]) -> list[list[str]]:
-    """seconds: at each position of a token, and of its attention."""
+    """seconds: at each position, per token and for its attention alone."""
     return [
         [f"ours at position {position}", f"{1e3 * whole:.2f}", f"{1 / whole:.1f}", "", ""]
         + [f"{1e3 * mixing:.2f}", f"{1e3 * (whole - mixing):.2f}"]
@@ -94,14 +97,14 @@ def position_rows(seconds: dict[int, tuple[float, float]]) -> list[list[str]]:
 def decode_speed(
     model: GPT, *, prompt_tokens: int, new_tokens: int, batch: int, rounds: int = 3
 ) -> float:
-    """Tokens per second of whole calls of `generate`, reading the prompt included: the median."""
+    """Return tokens per second of whole calls of `generate`, prompt included: the median."""
     call = decoding(model, prompt_tokens, new_tokens, batch)
     call()  # the first is slower
     return batch * new_tokens / statistics.median(call() for _ in range(rounds))
 
 
 def seconds_a_token(model: GPT, work: Work, folder: Path | None) -> dict[str, float]:
-    """Of each contender, in turn; medians of the rounds."""
+    """Return seconds per token of each contender: medians of alternating rounds."""
     bounds, products = [], weight_products(model)
 
     def ours_and_the_bound() -> float:
@@ -119,15 +122,17 @@ def seconds_a_token(model: GPT, work: Work, folder: Path | None) -> dict[str, fl
 
 
 def beside(stream: Iterator[Tensor], count: int, products: Timed) -> tuple[float, float]:
-    """Seconds of the first `count` of a stream, and of the products done as often, one after the
-    other, so that both see the same moments of a busy machine."""
+    """Return the seconds of `count` items of a stream, and of as many calls of `products`.
+
+    They alternate, so that both see the same load of the machine.
+    """
     pairs = [(seconds_of(lambda: next(stream)), products()) for _ in range(count)]
     ours, bound = zip(*pairs, strict=True)
     return sum(ours), sum(bound)
 
 
 def weight_products(model: GPT) -> Timed:
-    """Each matrix of the blocks, and the head, times a vector."""
+    """Return a timed product of every matrix, blocks and head, with a vector."""
     weights = weights_of_a_token(model)
     pairs = [(weight.new_ones(1, weight.shape[1]), weight) for weight in weights]
 
@@ -140,19 +145,19 @@ def weight_products(model: GPT) -> Timed:
 
 
 def weights_of_a_token(model: GPT) -> list[Tensor]:
-    """What must be read to compute one: the matrices of the blocks, and the head."""
+    """Return the weights that each token reads: all matrices of the blocks, and the head."""
     weights = [module.weight for module in model.layers.modules() if isinstance(module, nn.Linear)]
     return [*weights, model.head_weight]
 
 
 def decoding(model: GPT, prompt_tokens: int, new_tokens: int, batch: int) -> Timed:
-    """A whole call."""
+    """Return a timed call of `generate`."""
     prompt = prompt_of(model, batch, prompt_tokens)
     return lambda: seconds_of(lambda: list(decoded(model, prompt, new_tokens)), prompt.device)
 
 
 def decoded(model: GPT, prompt: Tensor, new_tokens: int) -> Iterator[Tensor]:
-    """The likeliest id each time."""
+    """Decode greedily."""
     settings = SamplingConfig(temperature=0.0, max_new_tokens=new_tokens)
     return generate(model, prompt, settings, torch.Generator())
 
@@ -164,7 +169,7 @@ def prompt_of(model: GPT, batch: int, tokens: int) -> Tensor:
 
 
 def peers(work: Work, folder: Path | None) -> dict[str, Timed]:
-    """Whole calls of the others' `generate`, of those that are here."""
+    """Return timed calls of the peers' `generate`, for the peers that are installed."""
     prompt = torch.ones(1, work.prompt_tokens, dtype=torch.int64)
     found = {}
     if folder is not None:
@@ -184,7 +189,7 @@ def has_transformers() -> bool:
 
 
 def hugging_face_model(shape: ModelConfig) -> nn.Module:
-    """Its GPT-2 of this shape, with first weights of its own."""
+    """Return its GPT-2 in this shape, with random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": shape.n_layers, "n_head": shape.n_heads, "n_embd": shape.d_model}
@@ -196,7 +201,7 @@ def hugging_face_model(shape: ModelConfig) -> nn.Module:
 
 
 def along_the_context(model: GPT, work: Work) -> dict[int, tuple[float, float]]:
-    """Seconds of a token at each position, and of its attention in all layers, in turn; medians."""
+    """Return seconds per token at each position, and of its attention in all layers: medians."""
     works: dict[tuple[int, str], Timed] = {}
     for position in work.positions:
         token, attention = at_position(model, position)
@@ -207,7 +212,7 @@ def along_the_context(model: GPT, work: Work) -> dict[int, tuple[float, float]]:
 
 @torch.inference_mode()
 def at_position(model: GPT, position: int) -> tuple[Timed, Timed]:
-    """The next token after `position` of them, again and again; its attention alone."""
+    """Return a timed token after `position` others, repeatable, and its attention alone."""
     tokens, cache = prompt_of(model, 1, position + 1), KVCache(model.config.n_layers, position + 1)
     model(tokens[:, :position], cache=cache, last_only=True)
     shape = model.config

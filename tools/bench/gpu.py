@@ -1,4 +1,4 @@
-"""A GPU in one table: is attention right on it, and how near to its limits are the steps?"""
+"""A GPU in one table: correctness of attention, and speed relative to the hardware's limits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WARMUP, STEPS = 3, 10
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured: a matrix product's rows; bytes to copy; models, and batches to try, largest
+    """Sizes: rows of the matrix product, bytes to copy, and models with batch sizes to try, largest
     first."""
 
     product: int
@@ -57,13 +57,13 @@ class Work:
 
 
 def bench_gpu(*, device: str, quick: bool) -> int:
-    """Everything, in a few minutes. Returns 1 if attention is wrong somewhere."""
+    """Measure everything, in a few minutes. Returns 1 if attention is wrong somewhere."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "device=cuda: no CUDA GPU here; --device=cpu --quick=true tries the logic at toy size"
+            "device=cuda: there is no CUDA GPU; try the command with --device=cpu --quick=true"
         )
     if device == "cpu" and not quick:
-        raise ConfigError("device=cpu: far too slow at these sizes; give --quick=true too")
+        raise ConfigError("device=cpu: far too slow at these sizes; add --quick=true")
     work, place = (toy_work() if quick else real_work()), torch.device(device)
     torch.backends.cuda.matmul.allow_tf32 = False
     right = attention_rows(place)
@@ -73,19 +73,19 @@ def bench_gpu(*, device: str, quick: bool) -> int:
     show(
         ["", "measured", "limit", "ratio", "peak MB"],
         rows,
-        "attention: largest error of output and gradients against the reference in float32, as a "
-        "part of the largest entry",
-        f"matrix product: best of 20 of {work.product}^3 in bfloat16, over the datasheet's figure",
+        "attention: largest error of output and gradients vs the reference in float32, as a "
+        "fraction of the largest entry",
+        f"matrix product: best of 20 of {work.product}^3 in bfloat16; the limit is the datasheet's",
         "training: a step in bfloat16, compiled on a GPU; the limit is the measured product; ratio "
-        "is MFU (6 a matrix parameter + 12 L C T FLOPs a token)",
+        "is MFU (6 per matrix parameter + 12 L C T FLOPs per token)",
         f"decoding: {work.prompt_tokens} + {work.new_tokens} tokens, one sequence; the limit is "
-        "reading the weights once a token, as fast as memory is copied",
+        "reading the weights once per token, at the speed of a memory copy",
     )
     return int(any(row[3] == "WRONG" for row in right))
 
 
 def real_work() -> Work:
-    """GPT-2's two smallest sizes."""
+    """Return GPT-2's two smallest sizes."""
     small = load_config([str(ROOT / "config/gpt2_124m.py")]).model
     medium = replace(small, n_layers=24, n_heads=16, d_model=1024)
     models = {"124M": (small, (32, 16, 8, 4)), "350M": (medium, (16, 8, 4, 2))}
@@ -93,7 +93,7 @@ def real_work() -> Work:
 
 
 def toy_work() -> Work:
-    """The same on a model of some thousand parameters."""
+    """Return the same with a tiny model."""
     shape = replace(
         real_work().models["124M"][0],
         **{"n_layers": 1, "n_heads": 2, "d_model": 32, "context_length": 32, "vocab_size": 64},
@@ -105,7 +105,7 @@ def toy_work() -> Work:
 
 
 def attention_rows(device: torch.device) -> list[list[str]]:
-    """A row for each backend, and each of sdpa's kernels, in each dtype."""
+    """Return a row per backend, per sdpa kernel, and per dtype."""
     backends: dict[str, tuple[Attend, Callable[[], AbstractContextManager]]]
     backends = {name: (attend, nullcontext) for name, attend in ATTENTION.items()}
     for name in KERNELS:
@@ -114,7 +114,7 @@ def attention_rows(device: torch.device) -> list[list[str]]:
     rows = []
     for (name, (attend, chosen)), dtype in product(backends.items(), TOLERANCE):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # why a kernel does not take a case
+            warnings.simplefilter("ignore")  # reasons why a kernel refuses a case
             errors = list(attention_errors(attend, chosen, device, dtype))
         label = f"attention {name.removesuffix('_ATTENTION')}, {str(dtype)[6:]}"
         rows.append(attention_row(label, errors, TOLERANCE[dtype]))
@@ -122,7 +122,7 @@ def attention_rows(device: torch.device) -> list[list[str]]:
 
 
 def attention_row(label: str, errors: list[float], tolerance: float) -> list[str]:
-    """errors: of the cases that the kernel took."""
+    """errors: of the cases that the kernel accepts."""
     if not errors:
         return [label, "-", f"{tolerance:.0e}", "no kernel", "-"]
     worst = max(errors)
@@ -136,7 +136,7 @@ def attention_errors(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Iterator[float]:
-    """The error in each case that there is a kernel for; nan counts as infinite."""
+    """Yield the error of each case that the kernel accepts; nan counts as infinite."""
     for B, H, H_kv, T, S, D, causal in CASES:
         rng = torch.Generator().manual_seed(T)
         sizes = [(B, H, T, D), (B, H_kv, S, D), (B, H_kv, S, D), (B, H, T, D)]
@@ -153,7 +153,7 @@ def attention_errors(
 
 
 def with_gradients(attend: Attend, inputs: list[Tensor], causal: bool) -> list[Tensor]:
-    """inputs: q, k, v and the gradient of the output. Gives output and gradients of q, k, v."""
+    """Return the output and the gradients of q, k, v; inputs: q, k, v, gradient of the output."""
     *qkv, grad = inputs
     qkv = [x.detach().requires_grad_() for x in qkv]
     out, _ = attend(*qkv, causal=causal)
@@ -164,7 +164,7 @@ def with_gradients(attend: Attend, inputs: list[Tensor], causal: bool) -> list[T
 
 
 def peak_row(device: torch.device, peak: float) -> list[str]:
-    """The measured peak beside the datasheet's."""
+    """Return the row of the measured peak, compared with the datasheet."""
     known = (
         known_peak(torch.cuda.get_device_name(device), torch.bfloat16) if on_gpu(device) else None
     )
@@ -173,7 +173,7 @@ def peak_row(device: torch.device, peak: float) -> list[str]:
 
 
 def decode_row(device: torch.device, work: Work) -> list[str]:
-    """Decoding of the first model."""
+    """Return the row of decoding with the first model."""
     name, (shape, _) = next(iter(work.models.items()))
     model = GPT(shape.resolved(shape.vocab_size))
     model.init_weights(1)
@@ -191,7 +191,7 @@ def bytes_of_a_token(model: GPT) -> int:
 
 
 def measured_bandwidth(device: torch.device, size: int, tries: int = 20) -> float:
-    """Bytes a second that are read or written: the best of some copies of `size` bytes."""
+    """Return bytes read and written per second: the best of some copies of `size` bytes."""
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = min(seconds_of(lambda: target.copy_(source), device) for _ in range(tries))
@@ -201,7 +201,7 @@ def measured_bandwidth(device: torch.device, size: int, tries: int = 20) -> floa
 def train_row(
     name: str, shape: ModelConfig, batches: tuple[int, ...], device: torch.device, peak: float
 ) -> list[str]:
-    """The largest batch that fits."""
+    """Return the row of training with the largest batch that fits."""
     shape = shape.resolved(shape.vocab_size)
     for batch in batches:
         forget_memory(device)
@@ -217,7 +217,7 @@ def train_row(
 
 
 def seconds_of_training(shape: ModelConfig, batch: int, device: torch.device) -> tuple[float, int]:
-    """(the median step, FLOPs of a token)."""
+    """Return (seconds of the median step, FLOPs per token)."""
     setup = training_setup(
         shape, batch, device=device.type, dtype="bfloat16", compiled=on_gpu(device)
     )
@@ -232,7 +232,7 @@ def on_gpu(device: torch.device) -> bool:
 
 
 def forget_memory(device: torch.device) -> None:
-    """Free what is no longer used; the peak starts anew."""
+    """Free unused memory and reset the peak."""
     if on_gpu(device):
         gc.collect()  # a compiled model refers to itself
         torch.cuda.empty_cache()
@@ -240,5 +240,5 @@ def forget_memory(device: torch.device) -> None:
 
 
 def memory_text(device: torch.device) -> str:
-    """The peak of GPU memory, in MB."""
+    """Return the peak of GPU memory, in MB."""
     return f"{torch.cuda.max_memory_allocated() / 1e6:.0f}" if on_gpu(device) else "-"

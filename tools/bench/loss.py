@@ -1,4 +1,4 @@
-"""Loss per second: a whole training, from `python` to exit, beside nanoGPT's on the same text."""
+"""Loss per second: a whole training run, from `python` to exit, vs nanoGPT on the same text."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from training.config import load_config
 from training.weights import find_weights
 
 WINDOW = 64  # tokens, of the context of both
-BATCH = 256  # windows that are scored at once
+BATCH = 256  # windows scored at once
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # tokens and targets (B, T) -> their mean, in nats
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one process: from its start to its exit, and what its weights make of the text."""
+    """The duration of one process, and the loss of its weights on the validation text."""
 
     seconds: float
     loss: float
 
 
 def bench_loss(*, source: str | None, config: str | None, peer: str, seeds: int) -> None:
-    """Ours and the peer's in turn, the data prepared before; then both scored alike."""
+    """Run ours and the peer's alternately, on prepared data, and score both the same way."""
     path = config or str(ROOT / "config/shakespeare_char_cpu.py")
     asked = load_config([path, *([f"--source={source}"] if source else [])])
     data, T = asked.data, asked.model.context_length
     theirs = peer_folder(peer) if peer else None
     if theirs and data.tokenizer != "char":
-        raise ConfigError(f"data.tokenizer={data.tokenizer}: the peer's are characters, use char")
+        raise ConfigError(f"data.tokenizer={data.tokenizer}: nanoGPT uses characters; use char")
     if T < WINDOW:
-        raise ConfigError(f"model.context_length={T}: the text is scored in windows of {WINDOW}")
+        raise ConfigError(f"model.context_length={T}: must be at least {WINDOW}, the scored window")
     prepared = prepare(data, progress=False)
     train, val = (text_of(prepared, split).decode() for split in ("train", "val"))
     rows: list[tuple[Outcome, Outcome | None]] = []
@@ -63,14 +63,14 @@ def bench_loss(*, source: str | None, config: str | None, peer: str, seeds: int)
 
 
 def our_run(argv: list[str], out: Path, val: str) -> Outcome:
-    """One training of ours, scored by its last weights."""
+    """Train ours once, and score its last weights."""
     seconds = run_seconds([*argv, f"--out_dir={out}"])
     model, tokenizer = find_weights(out, "latest").load(torch.device("cpu"))
     return Outcome(seconds, text_loss(model, tokenizer.encode(val)))
 
 
 def peer_run(copy: Path, train: str, val: str) -> Outcome:
-    """One training of nanoGPT's, scored by the checkpoint that it leaves (its seed is fixed)."""
+    """Train nanoGPT once, and score the checkpoint that it leaves (its seed is fixed)."""
     seconds = run_seconds(README_COMMAND, cwd=copy)
     model, ids = peer_checkpoint(copy), vocabulary(train + val)
     return Outcome(seconds, text_loss(lambda x, y: model(x, y)[1], [ids[c] for c in val]))
@@ -78,7 +78,7 @@ def peer_run(copy: Path, train: str, val: str) -> Outcome:
 
 @torch.no_grad()
 def text_loss(loss: Loss, ids: list[int], T: int = WINDOW) -> float:
-    """Mean loss over all ids but the first, in windows of T that do not overlap."""
+    """Return the mean loss over all ids but the first, in windows of T that do not overlap."""
     text = torch.tensor(ids)
     whole = (len(ids) - 1) // T * T
     windows = text[:whole].view(-1, T).split(BATCH), text[1 : whole + 1].view(-1, T).split(BATCH)
@@ -88,7 +88,7 @@ def text_loss(loss: Loss, ids: list[int], T: int = WINDOW) -> float:
 
 
 def show_loss(name: str, rows: list[tuple[Outcome, Outcome | None]]) -> None:
-    """The table, with the medians and their ratio."""
+    """Print the table, with the medians and their ratio."""
     ours, theirs = [one for one, _ in rows], [other for _, other in rows if other]
     header = ["seed", "s", "loss"] + (["nanoGPT s", "loss"] if theirs else [])
     lines = [
@@ -99,7 +99,7 @@ def show_loss(name: str, rows: list[tuple[Outcome, Outcome | None]]) -> None:
     notes = [
         f"s: from the start of `python train.py {name}` to its exit, on prepared data",
         f"loss: of the last weights, over the whole validation text in windows of {WINDOW}, nats "
-        "a token",
+        "per token",
     ]
     if theirs:
         ratio = middle(ours).seconds / middle(theirs).seconds
@@ -112,7 +112,7 @@ def cells(one: Outcome) -> list[tuple[float, str]]:
 
 
 def middle(outcomes: list[Outcome]) -> Outcome | None:
-    """Medians, each of its own; None of nothing."""
+    """Return the medians of seconds and losses, or None if there are no outcomes."""
     if not outcomes:
         return None
     seconds, losses = zip(*((one.seconds, one.loss) for one in outcomes), strict=True)

@@ -1,4 +1,4 @@
-"""nanoGPT beside ours: github.com/karpathy/nanoGPT, from a folder that the user names."""
+"""nanoGPT (github.com/karpathy/nanoGPT) to compare with, from a folder that the user names."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ README_COMMAND = [
 
 
 def peer_folder(name: str) -> Path:
-    """The folder of nanoGPT. Raises ConfigError if it is none."""
+    """Return the path of nanoGPT. Raises ConfigError if it is not there."""
     folder = Path(name).resolve()
     if not (folder / "train.py").is_file() or not (folder / "model.py").is_file():
-        raise ConfigError(f"peer={name}: no nanoGPT there (train.py, model.py): clone it")
+        raise ConfigError(f"peer={name}: not a nanoGPT folder (no train.py, model.py); clone it")
     return folder
 
 
 def prepared_copy(peer: Path, into: Path, train: str, val: str) -> Path:
-    """A copy of the folder that has these texts as its Shakespeare, ids by character; its path.
+    """Copy nanoGPT with these texts as its Shakespeare data, one id per character; return the path.
 
-    As its data/shakespeare_char/prepare.py would write them, which downloads the text.
+    Its own data/shakespeare_char/prepare.py would write the same, but downloads the text.
     """
     shutil.copytree(peer, into, ignore=shutil.ignore_patterns(".git", "assets", "*.ipynb", "out*"))
     data = into / DATASET
@@ -49,27 +49,27 @@ def prepared_copy(peer: Path, into: Path, train: str, val: str) -> Path:
     for name, text in (("train", train), ("val", val)):
         ids = np.array([characters[c] for c in text], dtype=np.uint16)
         ids.tofile(data / f"{name}.bin")
-    # {"vocab_size": N}, all that training reads of it, as a pickle of protocol 0.
+    # A pickle of {"vocab_size": N}, which is all that training reads of it.
     (data / "meta.pkl").write_bytes(b"(dVvocab_size\nI%d\ns." % len(characters))
     return into
 
 
 def vocabulary(text: str) -> dict[str, int]:
-    """Its id of each character."""
+    """Return its id of each character."""
     return {c: i for i, c in enumerate(sorted(set(text)))}
 
 
 def peer_model(peer: Path, shape: ModelConfig) -> nn.Module:
-    """Its model in a shape of ours (resolved, GPT-2's architecture without biases)."""
+    """Return its model in one of our shapes (resolved, GPT-2's architecture without biases)."""
     about = {"n_layer": shape.n_layers, "n_head": shape.n_heads, "n_embd": shape.d_model}
     about |= {"block_size": shape.context_length, "vocab_size": shape.vocab_size}
     return _built(peer, {**about, "bias": False, "dropout": 0.0})
 
 
 def peer_checkpoint(folder: Path) -> nn.Module:
-    """The model whose checkpoint a run of its README's command has left, taken from there.
+    """Return the model of the checkpoint that a run left, and delete the checkpoint.
 
-    Raises ConfigError if it left none.
+    Raises ConfigError if there is none.
     """
     paths = sorted(folder.glob("out*/ckpt.pt"))
     if not paths:
@@ -83,20 +83,20 @@ def peer_checkpoint(folder: Path) -> nn.Module:
 
 def _built(peer: Path, about: dict[str, object]) -> nn.Module:
     module = _module(peer / "model.py")
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells its size
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
         return module.GPT(module.GPTConfig(**about))
 
 
 def _module(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("nanogpt_model", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
 
 class PeerStep:
-    """Its training step: train.py's, for one micro-batch on a CPU."""
+    """The training step of its train.py, for one micro-batch on a CPU."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.train()
@@ -104,7 +104,7 @@ class PeerStep:
             self.optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> float:
-        """The loss, as it logs it at every step of its README's command."""
+        """Take a step and return the loss, which its README's command logs at every step."""
         _, loss = self.model(tokens, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -1,4 +1,4 @@
-"""Whole runs as their processes: how soon they start, and what ranks cost."""
+"""Whole runs in processes of their own: the time to start, and the cost of ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SMALL = str(ROOT / "config/small.py")
 
 
 def run_seconds(command: Sequence[str], cwd: Path | None = None, until: str = "") -> float:
-    """The time of a Python command from its start to its exit, or to the first line that begins
-    with `until`; then it is killed.
+    """Return the seconds of a Python command to its exit, or to the first line that begins with
+    `until`, after which it is killed.
 
-    Raises ConfigError with its last words if it fails, or ends without such a line.
+    Raises ConfigError with its last line of output if it fails, or ends without such a line.
     """
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
@@ -52,7 +52,7 @@ def run_seconds(command: Sequence[str], cwd: Path | None = None, until: str = ""
 
 
 def bench_start(*, config: str | None, tries: int) -> None:
-    """Fresh processes, in turn: the first step of a run, its help, and torch alone."""
+    """Time new processes, alternating: the first step of a run, its --help, and torch alone."""
     path = config or SMALL
     prepare(load_config([path]).data, progress=False)
     times: dict[str, list[float]] = {"torch": [], "step": [], "help": []}
@@ -66,22 +66,22 @@ def bench_start(*, config: str | None, tries: int) -> None:
 
 
 def show_start(name: str, seconds: dict[str, float]) -> None:
-    """The table of `start`, from the medians."""
+    """Print the table of `start`, from the medians."""
     torch, step, help_ = seconds["torch"], seconds["step"], seconds["help"]
     show(
-        ["a fresh process", "s", "of importing torch"],
+        ["new process", "s", "vs import torch"],
         [
             ['python -c "import torch"', f"{torch:.2f}", "1.00"],
             [f"python train.py {name}, to the first step", f"{step:.2f}", f"{step / torch:.2f}"],
             ["python train.py --help", f"{help_:.2f}", f"{help_ / torch:.2f}"],
         ],
-        f"the first step is logged {step - torch:.2f} s later than torch is imported; medians, the "
-        "data was prepared before",
+        f"the first step is logged {step - torch:.2f} s later than torch is imported; medians, on "
+        "prepared data",
     )
 
 
 def bench_processes(*, config: str | None, cores: int, steps: int | None, tries: int) -> None:
-    """One process of N threads and N of one thread with exact reduction, in turn."""
+    """Run one process with N threads and N with one thread and exact reduction, alternating."""
     path, steps = config or SMALL, steps or 100
     prepare(load_config([path]).data, progress=False)
     rates: dict[int, list[float]] = {1: [], cores: []}
@@ -94,7 +94,7 @@ def bench_processes(*, config: str | None, cores: int, steps: int | None, tries:
 
 
 def show_processes(cores: int, rates: dict[int, float]) -> None:
-    """The table of `processes`, from the medians."""
+    """Print the table of `processes`, from the medians."""
     one, many = rates[1], rates[cores]
     show(
         ["processes x threads", "tokens/s", "ratio"],
@@ -102,12 +102,12 @@ def show_processes(cores: int, rates: dict[int, float]) -> None:
             [f"1 x {cores}", f"{one:.0f}", "1.00"],
             [f"{cores} x 1, exact reduction", f"{many:.0f}", f"{many / one:.2f}"],
         ],
-        "tokens/s: the median over a run's log lines, without the first; of these the median run",
+        "tokens/s: the median over the log lines of a run but the first; of these the median run",
     )
 
 
 def rank_command(path: str, out: Path, processes: int, cores: int, steps: int) -> list[str]:
-    """A run that logs often, and evaluates and saves at its end alone."""
+    """Return the command of a run that logs often, and evaluates and saves only at its end."""
     options = {
         "out_dir": out,
         "threads": cores // processes,
@@ -126,8 +126,8 @@ def rank_command(path: str, out: Path, processes: int, cores: int, steps: int) -
 
 
 def tokens_per_second(metrics: Path) -> float:
-    """The median over the lines of a run's log; the first, of step 1, is warm-up."""
+    """Return the median over the lines of a run's log; the first, of step 1, is warmup."""
     lines = [line for line in read_metrics(metrics) if "tokens_per_second" in line]
     if len(lines) < 2:
-        raise ConfigError(f"{metrics}: too few steps to measure; give more --steps")
+        raise ConfigError(f"{metrics}: too few steps to measure; use more --steps")
     return statistics.median(line["tokens_per_second"] for line in lines[1:])

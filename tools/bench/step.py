@@ -1,4 +1,4 @@
-"""A training step to measure: the real one, on tokens at random, its time and its memory."""
+"""The real training step on random tokens: its time and its peak memory."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ def training_setup(
     compiled: bool = False,
     model_class: type[GPT] = GPT,
 ) -> Setup:
-    """What a run's step works on, in a process that is set up like a run's. shape: resolved. A step
-    is one micro-batch of `batch` windows, and AdamW's unless `optim` says otherwise."""
+    """Return the setup of a training run, in this process. shape: resolved.
+
+    A step is one micro-batch of `batch` windows, with AdamW unless `optim` says otherwise.
+    """
     config = Config(
         model=shape,
         data=DataConfig(global_batch=batch, micro_batch=batch),
@@ -70,7 +72,7 @@ def training_setup(
 
 
 def random_batch(setup: Setup, batch: int, T: int | None = None) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, (batch, T) each; T is the whole context unless given."""
+    """Return tokens and targets, (batch, T) each; T defaults to the whole context."""
     shape, rng = setup.model.config, torch.Generator().manual_seed(1)
     size = (2, batch, T or shape.context_length)
     tokens, targets = torch.randint(shape.vocab_size, size, generator=rng)
@@ -78,12 +80,12 @@ def random_batch(setup: Setup, batch: int, T: int | None = None) -> tuple[Tensor
 
 
 def step_seconds(setup: Setup, batch: tuple[Tensor, Tensor], step: int) -> float:
-    """The time of one step, from the batch to the moved weights."""
+    """Return the seconds of one step, from the batch to the updated weights."""
     return seconds_of(lambda: train_step(setup, [batch], step), setup.ranks.device)
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device | None = None) -> float:
-    """The time that `work` takes, what it left for a GPU to do included."""
+    """Return the seconds that `work` takes, including what it leaves the GPU to do."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -99,49 +101,52 @@ def synchronize(device: torch.device | None) -> None:
 def alternate(
     works: Mapping[str, Callable[[], float]], rounds: int, warmup: int
 ) -> dict[str, float]:
-    """The median of what each gives (seconds, say), each called in turn in every round, so that all
-    see the same hours of a machine; the first `warmup` rounds do not count."""
+    """Call each once per round and return the medians of their results, such as seconds.
+
+    So all see the same load of the machine. The first `warmup` rounds do not count.
+    """
     given = [{name: work() for name, work in works.items()} for _ in range(warmup + rounds)]
     return {name: statistics.median(one[name] for one in given[warmup:]) for name in works}
 
 
 def share_of_peak(flops: float, seconds: float, peak: float) -> float:
-    """The part of `peak` (FLOP/s) that `flops` in `seconds` are."""
+    """Return `flops` in `seconds` as a fraction of `peak` (FLOP/s)."""
     return flops / seconds / peak
 
 
 def peak_memory(work: Callable[[], Any]) -> int:
-    """Bytes by which this process's resident memory grows at most while `work` runs.
+    """Return the peak growth, in bytes, of this process's resident memory while `work` runs.
 
-    Raises ConfigError where the kernel does not keep the peak (anywhere but on Linux).
+    Raises ConfigError where the kernel does not record the peak (anywhere but on Linux).
     """
     try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak
         before = _resident("VmRSS")
         work()
         return _resident("VmHWM") - before
     except FileNotFoundError as error:
-        raise ConfigError("peaks of memory are read from /proc: Linux alone has it") from error
+        raise ConfigError("peak memory is read from /proc, which only Linux has") from error
 
 
 def _resident(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
+    """Return a line of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def in_fresh_process(function: Callable[..., Result], *arguments: Any) -> Result:
-    """What a module's function returns in a process of its own, which starts with nothing."""
+    """Call a module-level function in a new process and return its result."""
     with served(partial, function, *arguments) as call:
         return call()
 
 
 @contextmanager
 def served(make: Callable[..., Callable[[], Result]], *arguments: Any) -> Iterator[Callable]:
-    """`make(*arguments)`, a function without arguments, living in a process of its own while the
-    block runs; what is given here calls it there, and raises what it raises.
+    """Run `make(*arguments)`, which returns a function without arguments, in a new process.
 
-    Raises ConfigError when the process has ended.
+    The block gets a function that calls the other one there, and raises what it raises.
+
+    Raises ConfigError if the process has ended.
     """
     here, there = SPAWN.Pipe()
     process = SPAWN.Process(target=_serve, args=(there, make, arguments), daemon=True)
@@ -156,7 +161,7 @@ def served(make: Callable[..., Callable[[], Result]], *arguments: Any) -> Iterat
             process.join()
             code = process.exitcode
             how = f"killed by signal {-code}: out of memory?" if code < 0 else f"exit code {code}"
-            raise ConfigError(f"the process that is measured has ended ({how})") from error
+            raise ConfigError(f"the measured process has ended ({how})") from error
         if isinstance(result, Exception):
             raise result
         return result

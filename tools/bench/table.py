@@ -1,4 +1,4 @@
-"""A small plain table."""
+"""Print a plain-text table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def show(header: Sequence[str], rows: Sequence[Sequence[str]], *notes: str) -> None:
-    """Print a table, the first column to the left and the others to the right, and notes below."""
+    """Print a table, its first column left-aligned and the others right-aligned, then the notes."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     for first, *rest in lines:

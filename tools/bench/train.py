@@ -1,4 +1,4 @@
-"""A training step's share of what the machine can do, at nanoGPT's three sizes."""
+"""A training step as a fraction of the machine's peak, at nanoGPT's three sizes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from training.device import measured_peak, pick_dtype
 
 @dataclass(frozen=True)
 class Size:
-    """A model, the windows of a step, the steps that are timed, and how many of them in a row.
+    """A model, its windows per step, the number of timed steps, and how many of them in a row.
 
-    Short steps are timed several in a row: for some ms after its turn, the other side's threads
-    still wait busily for work.
+    Short steps are timed several in a row, because the threads of the other side keep spinning for
+    some milliseconds after its turn.
     """
 
     n_layers: int
@@ -71,7 +71,7 @@ WARMUP = 2
 
 
 def bench_train(*, size: str, peer: str, steps: int | None, quick: bool) -> None:
-    """Ours, and the peer's where one is named, step by step in turn."""
+    """Measure ours, and the peer's if there is one, alternating."""
     folder = peer_folder(peer) if peer else None
     chosen = [TOY] if quick else list(SIZES.values()) if size == "all" else [SIZES[size]]
     rows = []
@@ -79,29 +79,29 @@ def bench_train(*, size: str, peer: str, steps: int | None, quick: bool) -> None
         auto = default_dtype(one)
         found = measure(one, folder, steps or one.steps, 64 if quick else 2048, auto)
         rows.append(train_row(one.name, auto, *found))
-    header = ["float32", "ms a step", "of the peak"]
+    header = ["float32", "ms per step", "of the peak"]
     header += ["nanoGPT ms", "of the peak", "ours / nanoGPT"] if folder else []
-    header += ["dtype=auto", "ms a step"] + (["ours / nanoGPT"] if folder else [])
+    header += ["dtype=auto", "ms per step"] + (["ours / nanoGPT"] if folder else [])
     threads = torch.get_num_threads()
     show(
         header,
         rows,
-        "of the peak: FLOPs of a step (6 a matrix parameter and token + 12 L C T a token) over its "
-        "median time,",
+        "of the peak: FLOPs of a step (6 per matrix parameter and token + 12 L C T per token) per "
+        "second of its median time,",
         f"over the best of 20 float32 products of 2048 x 2048 before and after ({threads} threads)",
-        "dtype=auto: what a run takes here unless it is told; nanoGPT's is float32 on a CPU",
+        "dtype=auto: the default of a run here; nanoGPT's is float32 on a CPU",
     )
 
 
 def default_dtype(one: Size) -> str:
-    """What dtype=auto is for a model of this size on this machine."""
+    """Return the dtype that auto stands for, at this size on this machine."""
     return pick_dtype("auto", torch.device("cpu"), one.d_model)[0]
 
 
 def train_row(
     name: str, auto: str, seconds: dict[str, float], flops: float, peak: float
 ) -> list[str]:
-    """seconds: of a step of "ours", of "auto" where that is not float32, of a "peer" if any."""
+    """seconds: per step of "ours", of "auto" if that is not float32, of a "peer" if any."""
     ours, theirs, narrow = seconds["ours"], seconds.get("peer"), seconds.get("auto")
     row = [name, f"{1e3 * ours:.1f}", f"{share_of_peak(flops, ours, peak):.2f}"]
     if theirs is not None:
@@ -115,10 +115,10 @@ def train_row(
 def measure(
     one: Size, peer: Path | None, steps: int, product: int, auto: str
 ) -> tuple[dict[str, float], float, float]:
-    """(seconds of a step of each, FLOPs of a step, FLOP/s of the machine).
+    """Return (seconds per step of each, FLOPs per step, FLOP/s of the machine).
 
-    product: rows of the square matrices. auto: another format to measure ours in. Each side has a
-    process of its own, set up as its own train.py does.
+    product: rows of the square matrices. auto: another dtype to measure ours in. Each side has a
+    process of its own, set up like its own train.py.
     """
     makers = {"ours": (our_step, one, "float32")}
     makers |= {"auto": (our_step, one, auto)} if auto != "float32" else {}
@@ -138,14 +138,14 @@ def flops_of_step(one: Size) -> int:
 
 
 def our_step(one: Size, dtype: str) -> Callable[[], float]:
-    """Takes a turn and gives the seconds of a step."""
+    """Return a function that takes our steps and returns their median seconds."""
     setup = training_setup(one.shape, one.batch, dtype=dtype)
     batch, number = random_batch(setup, one.batch), itertools.count()
     return median_of(one.in_a_row, lambda: step_seconds(setup, batch, next(number)))
 
 
 def peer_step(one: Size, peer: Path) -> Callable[[], float]:
-    """The same of nanoGPT's."""
+    """Return the same for nanoGPT."""
     step = PeerStep(peer_model(peer, one.shape))
     rng = torch.Generator().manual_seed(1)
     size = (2, one.batch, one.context_length)
@@ -154,5 +154,5 @@ def peer_step(one: Size, peer: Path) -> Callable[[], float]:
 
 
 def median_of(n: int, timed: Callable[[], float]) -> Callable[[], float]:
-    """Calls it n times in a row."""
+    """Return a function that calls `timed` n times in a row."""
     return lambda: statistics.median(timed() for _ in range(n))
