@@ -1122,6 +1122,9 @@ def test_a_bin_file_of_ids_is_used_as_is(work, form, monkeypatch):
     assert meta.documents == {"train": 45, "val": 5}
     windows = Windows(folder, "train", 100, "document")
     assert len(windows) == 45
+    # The last id is an end-of-text, after which no document starts.
+    starts = windows.parts[0].stream.document_starts()
+    assert starts.tolist() == list(range(0, 4500, 100))
     assert all((windows.pair(i)[1] != IGNORE_INDEX).all() for i in range(45))
     verify(folder, lambda _: None)
 
