@@ -138,12 +138,16 @@ def test_the_order_of_a_seed_never_changes():
     """Another order would change every run that is resumed or repeated."""
     known = [4, 0, 13, 1, 6, 10, 5, 16, 17, 18, 9, 2, 7, 11, 14, 3]
     assert windows_of(loader(20, seed=1337), range(2)) == known
+    mixture = SimulatedMixture([50, 400], [0.3, 0.7])
+    mixture.context_length = 100
+    known = [(22, 37, 76), (8, 446, 69), (4, 187, 49), (8, 293, 69)]
+    assert BatchLoader(mixture, seed=1337, global_batch=4).locate(700) == known
 
 
 def test_the_grid_is_shifted_from_the_second_epoch_on():
     shifted = BatchLoader(Simulated(8, context_length=100), seed=3, global_batch=8)
     shifts = [{shift for _, _, shift in shifted.locate(epoch)} for epoch in range(30)]
-    assert shifts[0] == {0}
+    assert shifts[0] == {0} != shifts[1]
     assert all(len(shift) == 1 for shift in shifts)
     values = {shift.pop() for shift in shifts}
     assert len(values) > 20
@@ -227,6 +231,10 @@ def test_shares_match_the_weights_to_one_window_per_cycle(weights):
     counts = shares(weights)
     assert counts.sum() == CYCLE
     assert np.abs(counts - np.array(weights) / sum(weights) * CYCLE).max() < 1
+    assert shares([0.33334, 0.66666]).tolist() == [
+        3333,
+        6667,
+    ]  # the largest remainder is rounded up
 
 
 def test_a_weight_too_small_for_one_window_is_refused():

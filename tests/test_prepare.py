@@ -484,21 +484,28 @@ def test_a_kill_around_the_final_rename_loses_nothing(work, monkeypatch, at):
     assert leftovers(work / "prepared") == [folder.name]
 
 
-def test_a_source_that_changes_while_it_is_read_is_refused(work, monkeypatch):
+@pytest.mark.parametrize("keeps_time", [False, True])
+def test_a_source_that_changes_while_it_is_read_is_refused(work, monkeypatch, keeps_time):
     texts = work / "texts"
     texts.mkdir()
     for name in ("a.txt", "b.txt"):
         (texts / name).write_text(TEXT)
+    before = (texts / "b.txt").stat().st_mtime_ns
     monkeypatch.setattr(encode, "TASK_CHARACTERS", 1)
 
+    def write(text: str) -> None:
+        (texts / "b.txt").write_text(text)
+        if keeps_time:
+            os.utime(texts / "b.txt", ns=(before, before))
+
     def change(*arguments):
-        (texts / "b.txt").write_text(TEXT.replace("Line", "Lime"))
+        write(TEXT.replace("Line", "Lime"))
         return encode.encode_task(*arguments)
 
     monkeypatch.setattr(build, "encode_task", change)
     assert "changed while it was read" in refusal(options(work, texts))
     monkeypatch.setattr(build, "encode_task", encode.encode_task)
-    (texts / "b.txt").write_text(TEXT)
+    write(TEXT)
     assert "Lime" not in "".join(texts_of(prepared(options(work, texts))))
 
 
