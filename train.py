@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
                 messages.introduce(setup, data, state, observer.peak, console)
             train(setup, data, state, checkpoints, interrupts, observer)
 
-        if interrupts.stopping:
+        if interrupts.agreed:
             messages.say_stopped(config, state, checkpoints, console)
             return interrupts.exit_code
         if ranks.first:

@@ -29,9 +29,9 @@ def not_ignored():
 def test_a_signal_is_noted_and_told_as_shells_do(name, capfd):
     before = signal.getsignal(getattr(signal, name))
     with Interrupts(announce=True) as interrupts:
-        assert not interrupts.stop and interrupts.exit_code == 0
+        assert not interrupts.asked and interrupts.exit_code == 0
         os.kill(os.getpid(), getattr(signal, name))
-        assert interrupts.stop and interrupts.exit_code == 128 + getattr(signal, name)
+        assert interrupts.asked and interrupts.exit_code == 128 + getattr(signal, name)
     assert signal.getsignal(getattr(signal, name)) == before
     assert ("Ctrl-C again quits at once" in capfd.readouterr().err) == (name == "SIGINT")
 
@@ -42,7 +42,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(name):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
     with Interrupts() as interrupts:
         os.kill(os.getpid(), getattr(signal, name))
-        assert not interrupts.stop
+        assert not interrupts.asked
 
 
 def test_the_first_signal_decides_the_exit_code():

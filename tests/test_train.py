@@ -181,7 +181,9 @@ def test_it_introduces_itself_and_ends_with_what_to_type_next(train_tiny, tmp_pa
 def test_quiet_leaves_warnings_and_the_result(train_tiny, tmp_path, capsys):
     train_tiny(tmp_path, max_steps=4, quiet=True)
     out, err = capsys.readouterr()
-    assert out.startswith("finished at step 4: all steps done") and err == ""
+    before, _, _ = out.partition("finished at step 4: all steps done")
+    # A busy machine may be advised of.
+    assert all(line.startswith("advice") for line in before.splitlines()) and err == ""
     assert all(text in out for text in ("checkpoint: ", "sample (prompt: ", "generate more: "))
 
 

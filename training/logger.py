@@ -138,14 +138,34 @@ def end_torn_line(path: Path) -> None:
                 file.write(b"\n")
 
 
-# The first line of each process: how it was started, on what data and machine
-
-
 def start_entry(setup: Setup, data: Data, argv: Sequence[str]) -> dict[str, Any]:
+    """Describe how a process was started, on what data and on what machine."""
+    ranks, device, meta = setup.ranks, setup.ranks.device, data.meta
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    tokens = meta.tokens["train"]
     return {
-        "command": command_line(argv, setup.ranks.world),
-        "data": about_data(data),
-        "environment": about_machine(setup),
+        "command": command_line(argv, ranks.world),
+        "data": {
+            "source": meta.source,
+            "tokenizer": f"{meta.tokenizer}, {meta.vocab_size:,} ids",
+            "tokens to train": tokens,
+            "tokens to validate": meta.tokens["val"],
+            "documents": sum(meta.documents.values()),
+            "bytes per token": round(meta.bytes["train"] / max(1, tokens), 3),
+            "fingerprint": meta.fingerprint[:16],
+        },
+        "environment": {
+            "device": f"{device.type}, {name}",
+            "ranks": ranks.world,
+            "threads of a rank": torch.get_num_threads(),
+            "cores": usable_cores(),
+            "dtype": setup.config.run.dtype,
+            "compiled": setup.compiled,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()}",
+            "parameters": setup.model.parameter_count(),
+        },
     }
 
 
@@ -154,34 +174,3 @@ def command_line(argv: Sequence[str], world: int) -> str:
     words = [word for word in argv if "overwrite" not in word.partition("=")[0]]
     launcher = f"torchrun --nproc_per_node={world}" if world > 1 else "python"
     return f"{launcher} train.py {shlex.join(words)}".rstrip()
-
-
-def about_data(data: Data) -> dict[str, Any]:
-    meta = data.meta
-    tokens = meta.tokens["train"]
-    return {
-        "source": meta.source,
-        "tokenizer": f"{meta.tokenizer}, {meta.vocab_size:,} ids",
-        "tokens to train": tokens,
-        "tokens to validate": meta.tokens["val"],
-        "documents": sum(meta.documents.values()),
-        "bytes per token": round(meta.bytes["train"] / max(1, tokens), 3),
-        "fingerprint": meta.fingerprint[:16],
-    }
-
-
-def about_machine(setup: Setup) -> dict[str, Any]:
-    device = setup.ranks.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {
-        "device": f"{device.type}, {name}",
-        "ranks": setup.ranks.world,
-        "threads of a rank": torch.get_num_threads(),
-        "cores": usable_cores(),
-        "dtype": setup.config.run.dtype,
-        "compiled": setup.compiled,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()}",
-        "parameters": setup.model.parameter_count(),
-    }

@@ -72,12 +72,12 @@ class Observer:
         world = self.setup.ranks.world
         return model_flops_utilization(tokens_per_second, flops, self.peak, world)
 
-    def log_step(self, step: int, max_steps: int, **values: float | None) -> None:
+    def log_step(self, step: int, **values: float | None) -> None:
         """Log and show the figures of a step."""
-        self._log(step, max_steps, **values)
+        self._log(step, **values)
         loss, per_token = values["loss"], self.bytes_per_token
         interval = self.config.run.eval_interval
-        next_evaluation = min(max_steps, (step // interval + 1) * interval)
+        next_evaluation = min(self.console.max_steps, (step // interval + 1) * interval)
         self.console.progress(
             step,
             loss,
@@ -87,7 +87,7 @@ class Observer:
             next_evaluation=next_evaluation if self.data.val else None,
         )
 
-    def log_evaluation(self, step: int, max_steps: int, best: bool, **values: float | None) -> None:
+    def log_evaluation(self, step: int, best: bool, **values: float | None) -> None:
         """Log and print a validation loss."""
         bits = values["bits_per_byte"]
         self.console.say(
@@ -96,7 +96,7 @@ class Observer:
             + (f", {bits:.4f} bits per byte" if bits is not None else "")
             + " (best so far)" * best
         )
-        self._log(step, max_steps, **values)
+        self._log(step, **values)
 
     def evaluated(self, step: int) -> None:
         """Save a snapshot and rewrite the report."""
@@ -126,9 +126,9 @@ class Observer:
             "passage": scored_passage(model, tokenizer, val, self.setup.precision) if val else [],
         }
 
-    def _log(self, step: int, max_steps: int, **values: float | None) -> None:
+    def _log(self, step: int, **values: float | None) -> None:
         entry = self.logger.log(step, **values)
-        self._advise(step, self.adviser.see(entry, max_steps))
+        self._advise(step, self.adviser.see(entry, self.console.max_steps))
 
     def _advise(self, step: int, found: list[Advice]) -> None:
         for topic, text in found:

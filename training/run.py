@@ -54,14 +54,14 @@ def train(
         while True:
             if evaluation_is_due(config, state):
                 run_evaluation(setup, data, state, checkpoints, interrupts, meters, observer)
-            if interrupts.stopping or is_finished(config, state):
+            if interrupts.agreed or is_finished(config, state):
                 break
             if checkpoint_is_due(config, state):
                 save(setup, data, state, checkpoints, observer)
             take_step(setup, data, state, batches, interrupts, meters, observer)
-            if log_is_due(config, state) or interrupts.stopping:
+            if log_is_due(config, state) or interrupts.agreed:
                 log_step(setup, state, meters, observer)
-    if interrupts.stopping:
+    if interrupts.agreed:
         share_signal(setup, interrupts)
     save(setup, data, state, checkpoints, observer)
 
@@ -105,7 +105,7 @@ def batches_from(
     end = sys.maxsize if run.time_budget else planned_steps(run, state)
     indices = (step * M + j for step in range(state.step, end) for j in setup.local_micro)
     loader, device = make_loader(setup.config, data), setup.ranks.device
-    read = prefetch(loader, indices, device, stop=lambda: interrupts.stop)
+    read = prefetch(loader, indices, device, stop=lambda: interrupts.asked)
     with contextlib.closing(read) as batches:
         yield batches
 
@@ -140,10 +140,10 @@ def take_step(
 
     # One exchange per step tells all ranks the number of targets, whether any rank was asked to
     # stop, and rank 0's new length of the run, so that all act on them at the same step.
-    counts = [count_targets(mine), int(interrupts.stop), fit or 0]
+    counts = [count_targets(mine), int(interrupts.asked), fit or 0]
     n_targets, stops, fit = setup.ranks.sum_ints(counts, f"step {step + 1}, counting targets")
     if stops:
-        interrupts.stopping = True
+        interrupts.agreed = True
         return
     if fit:
         state.fits = (*state.fits, (step, fit))
@@ -191,7 +191,6 @@ def log_step(setup: Setup, state: TrainState, meters: Meters, observer: Observer
     rate = meters.tokens / seconds
     observer.log_step(
         state.step,
-        planned_steps(setup.config.run, state),
         loss=meters.last.loss,
         lr=setup.optimizers.lr,
         grad_norm=meters.last.grad_norm,
@@ -230,10 +229,10 @@ def run_evaluation(
             byte_lengths=data.byte_lengths,
             ranks=setup.ranks,
             precision=setup.precision,
-            stop=lambda: interrupts.stop,
+            stop=lambda: interrupts.asked,
         )
         if found is None:
-            interrupts.stopping = True
+            interrupts.agreed = True
             return
         if not math.isfinite(found.loss):
             raise NonFinite(f"step {state.step}: validation loss {found.loss}; nothing was saved")
@@ -241,7 +240,6 @@ def run_evaluation(
         if observer is not None:
             observer.log_evaluation(
                 state.step,
-                planned_steps(config.run, state),
                 best,
                 val_loss=found.loss,
                 perplexity=found.perplexity,

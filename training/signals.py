@@ -22,12 +22,12 @@ class Interrupts:
 
     def __init__(self, announce: bool = False) -> None:
         self.signal: int | None = None
-        self.stopping = False  # all ranks know that one of them was asked to stop
+        self.agreed = False  # all ranks know that one of them was asked to stop
         self.announce = announce  # tell the terminal that Ctrl-C was received
         self._before: dict[int, object] = {}
 
     @property
-    def stop(self) -> bool:
+    def asked(self) -> bool:
         """Whether this process was asked to stop."""
         return self.signal is not None
 
