@@ -167,15 +167,20 @@ def file_pieces(file: Path, options: ReadOptions, form: str | None = None) -> It
         separator = options.separator.replace("\r\n", "\n").replace("\r", "\n")
         pieces = cut(split_documents(text, separator))
         yield from _pieces_of_numbers(pieces, file, options.n_ids) if options.n_ids else pieces
-        return
+    else:
+        yield from row_pieces(READERS[form](file, options), options)
+
+
+def row_pieces(rows: Iterable[Row], options: ReadOptions) -> Iterator[Piece]:
+    """Yield a document per row: text, or a list of ids if the vocabulary consists of ids."""
     unreported = 0  # bytes of rows that hold no text
-    for name, value, read in READERS[form](file, options):
+    for name, value, read in rows:
         unreported += read
         if options.n_ids:
             ids = ids_of([] if value is None else value, options.n_ids, name)
             pieces = cut([(characters_of(ids), unreported, True)])
         else:
-            pieces = row_pieces(as_text(value, options, name), unreported)
+            pieces = text_pieces(as_text(value, options, name), unreported)
         for piece in pieces:
             yield piece
             unreported = 0
@@ -355,7 +360,7 @@ def split_documents(
     yield rest, 0, True
 
 
-def row_pieces(text: str, read: int) -> Iterator[Piece]:
+def text_pieces(text: str, read: int) -> Iterator[Piece]:
     """Yield the pieces of a document that is in memory. Most are short and need no cutting."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     if len(text) > PIECE_BYTES // 4:  # a character has at most 4 bytes

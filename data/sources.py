@@ -25,7 +25,7 @@ from data.readers import (
     TEXT_SUFFIXES,
     Piece,
     ReadOptions,
-    as_text,
+    Row,
     field_of,
     file_pieces,
     form_of,
@@ -121,7 +121,7 @@ class Source:
     def pieces(self, options: ReadOptions, counts: ReadCounts | None = None) -> Iterator[Piece]:
         """Yield all documents in pieces. Raises ConfigError for damage, with file and place."""
         if self.spec.startswith("hub:"):
-            yield from hub_pieces(self.spec, options)
+            yield from row_pieces(hub_rows(self.spec, options), options)
         for file in self.files:
             if kind_of(file) == "ids":
                 raise ConfigError(f"{file}: holds ids, not text")
@@ -416,8 +416,8 @@ def parse_hub(spec: str) -> tuple[str, str | None, str]:
     return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or "train"
 
 
-def hub_pieces(spec: str, options: ReadOptions) -> Iterator[Piece]:
-    """Yield a document per row. Raises ConfigError if the Hub does not deliver."""
+def hub_rows(spec: str, options: ReadOptions) -> Iterator[Row]:
+    """Yield the rows of a dataset. Raises ConfigError if the Hub does not deliver."""
     name, subset, split = parse_hub(spec)
     try:
         import datasets
@@ -428,9 +428,7 @@ def hub_pieces(spec: str, options: ReadOptions) -> Iterator[Piece]:
         rows = datasets.load_dataset(name, subset, split=split, streaming=True)
         for number, row in enumerate(rows):
             place = f"{spec}, row {number}"
-            yield from row_pieces(
-                as_text(field_of(row, options.text_field, place), options, place), 0
-            )
+            yield Row(place, field_of(row, options.text_field, place), 0)
     except ConfigError:
         raise
     except Exception as error:  # datasets passes on the exceptions of all its libraries

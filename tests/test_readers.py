@@ -32,8 +32,8 @@ from data.readers import (
     file_pieces,
     form_of,
     normalized,
-    row_pieces,
     split_documents,
+    text_pieces,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -192,7 +192,7 @@ def test_a_row_is_cut_where_a_file_with_its_text_is(character, monkeypatch):
     contents = [character * n for n in range(40)]
     contents += ["\ufeff" + character * 9, f"a\r\n\rb{character * 20}\r", "\ufeff", " \r\n"]
     for content in contents:
-        pieces = list(row_pieces(content, 7))
+        pieces = list(text_pieces(content, 7))
         assert pieces == document_pieces([(content, 7)]), repr(content)
         assert all(len(piece.text.encode()) <= 16 for piece in pieces)
 

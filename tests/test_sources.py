@@ -15,7 +15,7 @@ import pytest
 
 from cli.options import ConfigError
 from data.prepared import content_of
-from data.readers import Piece, ReadOptions, row_pieces
+from data.readers import Piece, ReadOptions, text_pieces
 from data.sources import (
     FEW_DOCUMENTS,
     ReadCounts,
@@ -25,6 +25,7 @@ from data.sources import (
     resolve_split,
     split_of,
 )
+from data.tokenizer import ready_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -288,6 +289,9 @@ def hub(monkeypatch):
 def test_a_hub_dataset_is_streamed(hub, spec, asked):
     assert documents(spec) == ["one", "two"]
     assert hub.asked == [asked]
+    hub.rows = [{"text": [7, 1]}]  # rows may hold ids, as those of files may
+    (piece,) = open_source(spec).pieces(ReadOptions(n_ids=9))
+    assert ready_tokenizer("ids:9").encode(piece.text) == [7, 1]
 
 
 def test_only_one_split_of_a_hub_dataset_is_read_and_a_note_says_so():
@@ -368,7 +372,7 @@ def test_a_mixture_has_weights(spec, parts):
 
 def some(texts: list[str]) -> Iterator[Piece]:
     for content in texts:
-        yield from row_pieces(content, len(content))
+        yield from text_pieces(content, len(content))
 
 
 def split_text(mode: str, fraction: float, texts: list[str]) -> tuple[str, dict[str, list[str]]]:
