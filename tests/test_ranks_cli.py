@@ -37,7 +37,7 @@ def start(*argv: object, **options) -> subprocess.Popen:
 
 
 def test_a_users_mistake_is_one_line_and_exit_code_2(tiny_argv, tmp_path, command):
-    """One as a process of its own; the others here, for the import of torch takes seconds."""
+    """One as a process of its own, the others in this one: importing torch takes seconds."""
     empty, short = tmp_path / "empty.txt", tmp_path / "short.txt"
     empty.write_text("")
     short.write_text("a few words of text\n" * 3)
@@ -65,16 +65,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tiny_argv, tmp_path, comman
     assert not list(run.glob("*/checkpoints"))
 
 
-def test_a_command_without_a_config_says_how_it_is_typed():
-    process = start("train.py")
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 2
-    first, usage = err.splitlines()
-    assert first == "error: CONFIG is missing"
-    assert "usage: python train.py CONFIG" in usage
-
-
-def test_ctrl_c_saves_and_the_same_command_goes_on(tiny_argv, tmp_path, train_tiny, capsys):
+def test_ctrl_c_saves_and_the_same_command_resumes(tiny_argv, tmp_path, train_tiny, capsys):
     options = {"max_steps": 100_000, "checkpoint_interval": 100_000, "interval": 1}
     options |= {"eval_interval": 100_000, "warmup_steps": 0, "schedule": "constant"}
     process = start("train.py", *tiny_argv(tmp_path, **options), bufsize=1)
@@ -157,7 +148,7 @@ def test_two_ranks_give_one_ranks_weights_and_only_the_first_writes(
     assert [(line["step"], line["attempt"]) for line in two] == [(1, 1), (2, 1), (4, 1), (4, 1)]
     for name in ("loss", "val_loss", "grad_norm"):
         assert [line.get(name) for line in two] == [line.get(name) for line in one]
-    # And what two ranks began, one goes on with, to the same bits.
+    # One rank resumes what two ranks began, to the same bits.
     more = {**options, "max_steps": 6, "resume": "must"}
     capsys.readouterr()
     assert train_tiny(tmp_path / "two", **more) == 0

@@ -242,6 +242,7 @@ def open_run(
 
 
 def checkpoints_of(config: Config, console: Console) -> Checkpoints:
+    """Return the checkpoints in the run's folder."""
     return Checkpoints(Path(config.run.out_dir, "checkpoints"), console.print)
 
 
@@ -260,7 +261,9 @@ def _begin_or_resume(
     if newest is not None:
         checkpoints.mend_best(newest.state)
     elif config.run.resume == "must":
-        raise ConfigError(f"run.resume=must: {folder} holds no checkpoint to resume from")
+        raise ConfigError(
+            f"run.resume=must: {folder} holds no checkpoint to resume from; remove --resume"
+        )
     saved = newest.config() if newest is not None else _read_run_json(folder)
     if saved is None:
         return _begin(config, console), None

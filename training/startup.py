@@ -72,7 +72,7 @@ def prepare_process(config: Config) -> None:
 def build_model(config: Config, ranks: Ranks) -> GPT:
     """Return the model with initial weights drawn from the seed, on this rank's device."""
     model = GPT(config.model, config.run.attention)
-    speed_up(model)
+    speed_up(model)  # hand-written kernels for training on a CPU; see model/fast.py
     model.init_weights(config.run.seed)
     return model.to(ranks.device)
 
@@ -83,6 +83,7 @@ def build_setup(config: Config, model: GPT, ranks: Ranks, console: Console) -> S
     optimizers = Optimizers(model, config.optim, ranks.device, precision.dtype)
     setup = Setup(config, model, optimizers, precision.scaler(), precision, ranks)
     if ranks.world > 1 and config.parallel.reduction == "fast":
+        # DDP sends gradients while the backward pass still computes others.
         with ranks.waiting("comparing the shapes of the weights"):
             setup.ddp = DistributedDataParallel(model, **_without_buffers())
     if config.run.compile:
