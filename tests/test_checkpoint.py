@@ -218,6 +218,13 @@ def test_damaged_checkpoints_do_not_count_as_kept(save):
     assert len(said) == 2  # one warning each
 
 
+def test_a_process_verifies_each_checkpoint_once(save, monkeypatch):
+    fresh, _ = reopened(save(1))
+    fresh.newest()
+    monkeypatch.setattr(training.checkpoint, "load_checkpoint", killed)
+    fresh.prune(2)
+
+
 @pytest.mark.parametrize("moment", ["rename", "rmtree"])
 def test_a_kill_while_pruning_leaves_whole_checkpoints(save, moment, monkeypatch):
     checkpoints = save(1, 2, 3)
@@ -584,6 +591,10 @@ def test_a_safetensors_header_that_lies_is_refused(save, content):
         {"scaler": [1]},
         {"scaler": {**dict.fromkeys(["scale", "growth_factor", "backoff_factor"], 1.0),
                     "growth_interval": 1, "_growth_tracker": "x"}},
+        {"fits": [[1]]},
+        {"fits": [[5, 3]]},
+        {"fits": [[-1, 3]]},
+        {"seconds": -1.0},
         {"surprise": 1},
     ],
     ids=str,
