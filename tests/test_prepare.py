@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -389,6 +390,7 @@ def test_prepared_data_is_used_after_its_source_is_deleted(work):
         {"errors": "replace"},
         {"text_field": "body"},
         {"separator": "|"},
+        {"ids": "u4"},
         {"val_source": "b.txt"},
         {"source": "b.txt"},
     ],
@@ -461,6 +463,25 @@ def test_a_killed_preparation_continues_after_its_last_finished_shard(
     tasks = list(encode.grouped(plan.splits[0].parts(plan.pieces(plan.sources[0]))))
     assert rest == tasks[finished:]  # what was finished was not done again
     assert leftovers(tmp_path) == [folder.name]
+
+
+def test_a_killed_build_of_a_mixture_continues_within_its_source(work, monkeypatch):
+    some_ids().astype("<u2").tofile(work / "b.bin")
+    monkeypatch.setattr(encode, "CHUNK_IDS", 333)
+    config = options(work, f"{work / 'a.txt'}*0.5+{work / 'b.bin'}*0.5")
+    other = replace(config, prepared_dir=str(work / "other"))
+    whole = content(prepared(other, shard_bytes=1000))
+
+    def killed(*arguments):
+        yield from islice(encode.encoded_ids(*arguments), 8)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "encoded_ids", killed)
+        with pytest.raises(Killed):
+            prepared(config, shard_bytes=1000)
+    monkeypatch.setattr(build, "grouped", lambda _: pytest.fail("a.txt was complete"))
+    assert content(prepared(config, shard_bytes=1000)) == whole
 
 
 @pytest.mark.parametrize("at", ["before", "after"])
