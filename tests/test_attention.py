@@ -1,4 +1,4 @@
-"""Attention: every backend against the textbook, the textbook against a sum done by hand."""
+"""Attention: every backend compared with the textbook, and that with numbers done by hand."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ ROWS = {
 
 
 def documents_of(T: int) -> torch.Tensor:
-    """(2, T): the number of each position's document, by ROWS."""
+    """Return (2, T): the number of each position's document, by ROWS."""
     rows = [torch.tensor(lengths) for lengths in ROWS[T]]
     return torch.stack([torch.arange(len(r)).repeat_interleave(r) for r in rows])
 
@@ -89,7 +89,7 @@ def documents_of(T: int) -> torch.Tensor:
 @pytest.mark.parametrize("H_kv", [4, 2])
 @pytest.mark.parametrize("T", ROWS)
 @pytest.mark.parametrize("backend", ATTENTION)
-def test_documents_in_a_row_are_as_each_alone(backend, T, H_kv, causal, dtype):
+def test_documents_in_a_row_equal_each_alone(backend, T, H_kv, causal, dtype):
     qkv, documents = make_qkv(H_kv=H_kv, T=T, S=T, dtype=dtype), documents_of(T)
     out, _ = ATTENTION[backend](*qkv, causal=causal, documents=documents)
     expected = torch.empty_like(out)
@@ -180,7 +180,7 @@ def test_dropout_keeps_the_mean_and_drops_its_share(backend):
     ],
 )
 @pytest.mark.parametrize("backend", ATTENTION)
-def test_shapes_that_do_not_fit_are_named(backend, shapes, said):
+def test_shapes_that_do_not_fit_are_refused(backend, shapes, said):
     with pytest.raises(ValueError, match=said):
         ATTENTION[backend](*(torch.zeros(shape) for shape in shapes))
 
@@ -202,7 +202,7 @@ def test_the_layer_is_its_formula_written_out():
     assert not torch.allclose(layer.train()(x, rotation=None)[0], expected)
 
 
-def test_queries_and_keys_are_normalised_per_head_before_they_are_rotated():
+def test_queries_and_keys_are_normalized_per_head_before_rotation():
     config = ModelConfig(n_heads=4, n_kv_heads=2, d_model=12, d_head=6, norm_eps=1e-12).resolved(10)
     layer = CausalSelfAttention(config, layer=0)
     layer.q_norm.weight.data.fill_(2.0)
@@ -213,7 +213,7 @@ def test_queries_and_keys_are_normalised_per_head_before_they_are_rotated():
     layer(x, Rope(config)(torch.arange(5)))
     layer(x, None)
     q, k, v = given[0]
-    # A rotation keeps lengths; a normalised head has length sqrt(6) times the norm's weight.
+    # A rotation keeps lengths; a normalized head has length sqrt(6) times the norm's weight.
     torch.testing.assert_close(q.norm(dim=-1), torch.full((2, 4, 5), 2 * math.sqrt(6)))
     torch.testing.assert_close(k.norm(dim=-1), torch.full((2, 2, 5), 3 * math.sqrt(6)))
     assert v.norm(dim=-1).std() > 0.01
@@ -228,7 +228,7 @@ def test_queries_and_keys_are_normalised_per_head_before_they_are_rotated():
         ({"attention_dropout": 0.3}, 0.3),
     ],
 )
-def test_attention_weights_may_have_a_dropout_of_their_own(options, expected):
+def test_attention_weights_can_have_their_own_dropout(options, expected):
     layer = CausalSelfAttention(ModelConfig(n_heads=2, d_model=8, **options).resolved(5), 0)
     asked, attend = [], layer.attend
 

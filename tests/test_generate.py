@@ -26,15 +26,15 @@ def make_prompt(B=2, P=5, V=30):
 
 
 def run(model, prompt, settings=GREEDY, seed=0, **options) -> list[list[int]]:
-    """The new ids of each row."""
+    """Return the new ids of each row."""
     steps = generate(model, prompt, settings, torch.Generator().manual_seed(seed), **options)
     return torch.stack(list(steps), dim=1).tolist()
 
 
 class Rigged(torch.nn.Module):
-    """Its likeliest next token is script[row][how many it has been asked for]; the second is 0.
+    """A model whose most likely next token comes from a script; the second most likely is 0.
 
-    It has no layers, so it is asked without a cache.
+    It has no layers, so it needs use_cache=False.
     """
 
     def __init__(self, script: list[list[int]], V: int = 10) -> None:
@@ -78,7 +78,7 @@ def test_a_full_context_keeps_its_last_half(context, half):
     assert run(model, prompt, SamplingConfig(0.0, max_new_tokens=24)) == [text[1:]]
 
 
-def test_only_what_is_new_is_computed():
+def test_only_new_tokens_are_computed():
     model, sizes = make_model(8), []
     model.embed.register_forward_pre_hook(lambda module, given: sizes.append(given[0].shape[1]))
     run(model, make_prompt(P=5))
@@ -126,7 +126,7 @@ def test_the_mode_is_restored_before_each_yield():
 
 
 def test_ids_are_ordinary_tensors():
-    """Of inference_mode they would be read-only outside, and could not be trained on."""
+    """Tensors of inference_mode could not be modified or trained on by the caller."""
     for ids in generate(make_model(), make_prompt(), GREEDY, torch.Generator()):
         assert not ids.is_inference()
         ids.zero_()  # the caller's own: nothing that follows is changed
@@ -159,14 +159,14 @@ def test_ids_of_a_padded_vocabulary_are_never_drawn(temperature):
     assert max(ids) == 9
 
 
-def test_what_the_prompt_and_the_answer_said_is_penalised():
-    """The script insists on 5; a penalty of 10 brings its logit from 5 to 0.5, below 0's 1, until
-    0 has been said too (0.1)."""
+def test_tokens_of_the_prompt_and_the_answer_are_penalized():
+    """The script always wants 5. A penalty of 10 brings its logit from 5 to 0.5, below the 1 of
+    token 0, until 0 has been used too (0.1)."""
     settings = SamplingConfig(0.0, repetition_penalty=10.0, max_new_tokens=3)
     zeros = torch.tensor([[0, 7]])
     assert ask([[5, 5, 5]], zeros, settings) == [[5, 5, 5]]
     assert ask([[5, 5, 5]], torch.tensor([[7, 7]]), settings) == [[5, 0, 5]]
-    # A token that the window no longer holds has still been said.
+    # A token that has left the window still counts.
     long = torch.tensor([[5] + [7] * 70])
     assert ask([[5, 5, 5]], long, settings) == [[0, 5, 5]]
 
@@ -177,18 +177,12 @@ def test_a_prompt_without_tokens_or_rows_is_refused(prompt):
         run(make_model(), prompt.long())
 
 
-def test_rows_of_unequal_length_are_refused():
-    """There is no padding: a batch is one tensor, and a ragged one cannot be made."""
-    with pytest.raises(ValueError, match="expected sequence of length"):
-        run(make_model(), torch.tensor([[1, 2, 3], [1]]))
-
-
 def test_settings_out_of_range_are_refused():
     with pytest.raises(ValueError, match="top_p=0.0"):
         run(make_model(), make_prompt(), SamplingConfig(top_p=0.0))
 
 
-def test_a_compiled_model_is_not_compiled_anew_for_every_length():
+def test_a_compiled_model_is_not_compiled_again_for_every_length():
     compiled = []
 
     def backend(graph, inputs):
@@ -202,7 +196,7 @@ def test_a_compiled_model_is_not_compiled_anew_for_every_length():
     assert not compiled
 
 
-def test_memory_is_taken_for_what_can_be_used(monkeypatch):
+def test_the_cache_is_no_larger_than_needed(monkeypatch):
     from model import generate as module
 
     taken = []

@@ -1,4 +1,4 @@
-"""Norms and MLPs: each against its formula in float64, and how a new MLP comes in."""
+"""Norms and MLPs: each compared with its formula in float64. A new MLP: test_one_forward.py."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.config import ModelConfig
 from model.fast import FastRMSNorm, RMSNormFunction
-from model.gpt import GPT
 from model.layers import MLPS, NORMS, LayerNorm, RMSNorm
 
 
@@ -21,7 +19,7 @@ def randn(*shape, seed=0):
 
 
 def choices(field: str) -> set[str]:
-    """The words that an option of ModelConfig allows."""
+    """Return the words that an option of ModelConfig allows."""
     annotation = get_type_hints(ModelConfig, include_extras=True)[field]
     assert get_origin(annotation) is Annotated
     return set(get_args(get_args(annotation)[0]))
@@ -33,7 +31,7 @@ def test_rms_norm_by_hand():
     norm.weight.data = torch.tensor([1.0, 2.0])
     expected = torch.tensor([[3 / math.sqrt(12.5), 2 * 4 / math.sqrt(12.5)]])
     torch.testing.assert_close(norm(torch.tensor([[3.0, 4.0]])), expected)
-    with torch.no_grad():  # inference goes by PyTorch's own
+    with torch.no_grad():  # inference uses PyTorch's own
         torch.testing.assert_close(norm(torch.tensor([[3.0, 4.0]])), expected)
 
 
@@ -130,34 +128,16 @@ def test_every_choice_of_the_config_has_its_module():
     [("gelu", 768, 3072), ("relu2", 128, 512), ("swiglu", 768, 2048), ("swiglu", 128, 384)]
     + [("swiglu", 256, 704), ("swiglu", 4096, 10944), ("swiglu", 16, 48)],
 )
-def test_the_mlps_width_unless_given(mlp, d_model, d_mlp):
+def test_the_default_width_of_the_mlp(mlp, d_model, d_mlp):
     """4 x; for swiglu 8/3 x, rounded up to a multiple of 64 (narrow models: of 8)."""
     assert ModelConfig(d_model=d_model, mlp=mlp).resolved(10).d_mlp == d_mlp
     assert ModelConfig(d_model=d_model, mlp=mlp, d_mlp=99).resolved(10).d_mlp == 99
 
 
-def test_a_new_mlp_is_a_class_and_a_name(monkeypatch):
-    class Identity(nn.Module):
-        def __init__(self, config: ModelConfig) -> None:
-            super().__init__()
-            self.up_proj = nn.Linear(config.d_model, config.d_mlp, bias=config.bias)
-            self.down_proj = nn.Linear(config.d_mlp, config.d_model, bias=config.bias)
-
-        def forward(self, x):
-            return self.down_proj(self.up_proj(x))
-
-    monkeypatch.setitem(MLPS, "linear", Identity)
-    model = GPT(ModelConfig(n_layers=1, d_model=16, n_heads=2, mlp="linear").resolved(10))
-    model.init_weights(0)
-    tokens = torch.arange(10)[None]
-    model(tokens, tokens).backward()
-    assert model.layers[0].mlp.down_proj.weight.grad.abs().sum() > 0
-
-
 @torch.no_grad()
 def test_autocast_on_a_gpu_leaves_narrow_queries_narrow():
-    """On a GPU that is not there: its tensors have no memory, but autocast's rules are the real
-    ones, and rms_norm is among what it does in float32 since torch 2.12."""
+    """Works without a GPU: the tensors are fake, but autocast's rules are the real ones, and since
+    torch 2.12 rms_norm is among the operations that it does in float32."""
     torch.set_autocast_enabled("cuda", True)
     try:
         with FakeTensorMode(), torch.device("cuda"):

@@ -1,4 +1,4 @@
-"""The loss: cross entropy, and the same in chunks, against autograd's own."""
+"""The loss: cross entropy, whole and in chunks, compared with PyTorch's own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def randint(high, *shape, seed=2):
 
 @pytest.fixture
 def chunks_of(monkeypatch):
-    """Any vocabulary is large, and so many tokens are a chunk."""
+    """Return a function that sets the chunk size and makes every vocabulary a large one."""
 
     def set_size(tokens: int) -> None:
         monkeypatch.setattr("model.loss.LARGE_VOCAB", 1)
@@ -40,7 +40,7 @@ def chunks_of(monkeypatch):
 
 
 def chunked_and_plain(V=50, N=37, dtype=torch.float64):
-    """x (B, T, C), head and targets with some ignored, and autograd's own cross entropy of them."""
+    """Return x (B, T, C), head, targets with some ignored, and PyTorch's own cross entropy."""
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(1, N, 8, generator=rng, dtype=dtype).requires_grad_()
     head = torch.randn(V, 8, generator=rng, dtype=dtype).requires_grad_()
@@ -67,12 +67,12 @@ def test_the_loss_is_cross_entropy_in_chunks_or_not(monkeypatch, chunk, reductio
     expected = torch.autograd.grad(expected, (x, head), direction)
     for mine, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
-    with torch.no_grad():  # evaluation goes by PyTorch's own
+    with torch.no_grad():  # evaluation uses PyTorch's own
         torch.testing.assert_close(cross_entropy(x, head, targets, reduction), got.detach())
 
 
 @pytest.mark.parametrize("V", [20, LARGE_VOCAB])
-def test_nothing_to_score_is_a_loss_of_zero(V):
+def test_the_loss_without_targets_is_zero(V):
     model = make_model(V)
     tokens = randint(20, 80, 16)  # 1,280 tokens: two chunks
     loss = model(tokens, torch.full_like(tokens, IGNORE_INDEX))
@@ -82,7 +82,7 @@ def test_nothing_to_score_is_a_loss_of_zero(V):
 
 
 @pytest.mark.parametrize("target", [20, -1])
-def test_a_target_outside_of_the_vocabulary_is_no_target(target):
+def test_a_target_outside_the_vocabulary_is_an_error(target):
     model, tokens = make_model(20), randint(20, 1, 4)
     for grad in (True, False):
         with (
@@ -105,7 +105,7 @@ class Largest(torch.overrides.TorchFunctionMode):
 
 
 def saved_elements(compute) -> int:
-    """How many elements autograd keeps for backward, views of one storage counted once."""
+    """Count the elements that autograd keeps for backward, views of one storage once."""
     kept: dict[int, int] = {}
 
     def keep(tensor):
@@ -118,7 +118,7 @@ def saved_elements(compute) -> int:
     return sum(kept.values())
 
 
-def test_a_large_vocabulary_is_never_there_for_all_tokens_at_once(monkeypatch):
+def test_the_logits_of_a_large_vocabulary_never_exist_all_at_once(monkeypatch):
     """B T V = 64 x 1,000; chunks of 8 tokens are an eighth of it, in forward and kept for backward:
     nothing of V but the head itself."""
     x, head = torch.randn(4, 16, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
@@ -236,7 +236,7 @@ def test_a_gradient_of_the_gradient_is_refused(chunks_of):
         torch.autograd.grad(loss**2, x, create_graph=True)
 
 
-def test_a_compiler_takes_the_chunks_as_they_are(chunks_of):
+def test_the_chunks_can_be_compiled(chunks_of):
     chunks_of(8)
     x, head, targets, plain = chunked_and_plain()
     compiled = torch.compile(cross_entropy, fullgraph=True, backend="aot_eager")

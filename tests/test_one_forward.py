@@ -51,7 +51,7 @@ def continued(model: GPT, **options) -> list[list[int]]:
 
 
 def graph_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
-    """What the exported graph gives, traced as TorchScript is."""
+    """Return the logits of the exported graph, traced as for TorchScript."""
     backend = model.layers[0].attn.attend
     with torch.no_grad():
         traced = torch.jit.trace(GraphGPT(model), example_inputs(model.config), check_trace=False)
@@ -61,7 +61,7 @@ def graph_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_token_with_a_cache_is_the_forward_of_all_before_it(kind):
+def test_a_token_with_a_cache_equals_the_forward_of_the_whole_text(kind):
     model, tokens = make_model(**kind), tokens_of(3, 8)
     cache = KVCache(2, 8)
     with torch.no_grad():
@@ -114,7 +114,7 @@ class Experts(nn.Module):
         return self.down_proj(hidden + noise).view(B, T, C)
 
 
-def test_an_mlp_of_ones_own_trains_samples_exports_and_is_looked_into(monkeypatch):
+def test_your_own_mlp_trains_samples_exports_and_can_be_inspected(monkeypatch):
     monkeypatch.setitem(MLPS, "swiglu", Experts)
     model, tokens = make_model(), tokens_of(3, 8)
     assert continued(model) == continued(model, use_cache=False)

@@ -1,4 +1,4 @@
-"""Choosing the next id: each setting against probabilities worked out by hand."""
+"""Choosing the next id: each setting compared with probabilities worked out by hand."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_values_out_of_range_are_named(name, good, bad):
         assert problem.startswith(f"{name}={value}: must be ")
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_together():
     assert len(SamplingConfig(temperature=-1.0, top_k=-1, top_p=0.0).problems()) == 3
 
 
