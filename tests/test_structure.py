@@ -34,14 +34,14 @@ SPINE = {
 # Budgets in lines of Python, comments included. A feature that needs more raises the budget in the
 # same commit and says why here. Never golf to meet one.
 LINES = {
-    "spine": 4100,
+    "spine": 3800,
     "cli": 850,
-    "model": 2050,
-    "data": 4600,
+    "model": 2000,
+    "data": 4400,
     "training": 5900,
-    "tools": 2600,  # without tools/bench: evidence for the README's figures, not used by a run
+    "tools": 2000,  # without tools/bench: evidence for the README's figures, not used by a run
     "config": 200,
-    "product": 15800,  # everything but tools/bench
+    "product": 15400,  # everything but tools/bench
 }
 PRODUCT_FILES = 80
 LONGEST_FUNCTION = 60
