@@ -591,6 +591,8 @@ def test_a_safetensors_header_that_lies_is_refused(save, content):
         {"scaler": [1]},
         {"scaler": {**dict.fromkeys(["scale", "growth_factor", "backoff_factor"], 1.0),
                     "growth_interval": 1, "_growth_tracker": "x"}},
+        {"scaler": {"scale": 0.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+                    "growth_interval": 1, "_growth_tracker": 0}},
         {"fits": [[1]]},
         {"fits": [[5, 3]]},
         {"fits": [[-1, 3]]},
