@@ -1,4 +1,4 @@
-"""What several tests share: a tiny text, a run trained on it once, and the commands in process."""
+"""Shared fixtures: a tiny text, a run trained on it once, and commands run in this process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cli.command import run_command
 
 ROOT = Path(__file__).parents[1]
 
-# Without a name server torch warns about each connection of ranks. It reads this when it is loaded.
+# Without a name server torch warns about every connection between ranks. It reads this on import.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# Test files run side by side (pytest-xdist), a process for each core: threads would be in the way.
+# pytest-xdist runs one process per core: more threads would only compete.
 if "PYTEST_XDIST_WORKER" in os.environ:
     import torch
 
@@ -63,7 +63,7 @@ def tiny_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_argv(tiny_folder) -> Callable[..., list[str]]:
-    """The command line of a tiny run: tiny_argv(out_dir, max_steps=20, ...)."""
+    """tiny_argv(out_dir, max_steps=20, ...): the command line of a tiny run."""
 
     def argv(out_dir: Path, **options: object) -> list[str]:
         options = {
@@ -80,7 +80,7 @@ def tiny_argv(tiny_folder) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="session")
 def short_documents(tiny_folder) -> dict[str, object]:
-    """Options for data of 150 documents of 3 to 40 bytes; windows of a tiny run have 16."""
+    """Options for data of 150 documents of 3 to 40 bytes; a tiny run's windows have 16."""
     path, rng = tiny_folder / "short.jsonl", np.random.default_rng(0)
     texts = [f"def f{i}(x): return x * {i} + {i * i}"[: rng.integers(2, 40)] for i in range(150)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -89,7 +89,7 @@ def short_documents(tiny_folder) -> dict[str, object]:
 
 @pytest.fixture(scope="session")
 def train_tiny(tiny_argv) -> Callable[..., int]:
-    """Train in this process with a short sample at the end: train_tiny(out_dir, max_steps=20)."""
+    """train_tiny(out_dir, max_steps=20, ...): train in this process, with a short sample."""
     from train import main
 
     def run(out_dir: Path, **options: object) -> int:
@@ -108,13 +108,13 @@ def trained_once(train_tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def trained(trained_once, tmp_path) -> Path:
-    """A finished tiny run of 8 steps, evaluated and saved at 4 and 8: a copy of one's own."""
+    """A copy of a finished tiny run of 8 steps, evaluated and saved at 4 and 8."""
     return Path(shutil.copytree(trained_once, tmp_path / "tiny"))
 
 
 @pytest.fixture
 def command(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
-    """Run a script's main as its process would: command(main, *argv) -> (exit code, out, err)."""
+    """command(main, *argv) -> (exit code, out, err): run a script's main as its process would."""
 
     def run(main: Callable, *argv: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["script.py", *map(str, argv)])
@@ -154,8 +154,8 @@ def browser(tmp_path_factory) -> Iterator:
     driver.quit()
 
 
-# A test with one of these markers runs only if it is asked for. Then it must not be skipped in
-# silence for want of a browser, a GPU, a model or root.
+# A test with one of these markers runs only on request. Then it must not be skipped silently for
+# lack of a browser, a GPU, a model or root.
 
 ASKED_FOR = ("faults", "pretrained", "browser", "gpu")
 
@@ -167,11 +167,11 @@ def pytest_runtest_makereport(item: pytest.Item):
     if marked and report.skipped:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
-        report.longrepr = f"asked for by -m {marked[0]}, but cannot run here. {reason}"
+        report.longrepr = f"requested by -m {marked[0]}, but cannot run here. {reason}"
     return report
 
 
-# Figures of the fault tests, shown as a table when the session ends
+# Figures of the fault tests, printed as a table at the end of the session
 
 FIGURES = pytest.StashKey[list[tuple[str, str]]]()
 
@@ -182,7 +182,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def figure(request) -> Callable[[str, str], None]:
-    """figure("what was done", "what came out"): a row of the table."""
+    """figure("what was done", "what came out"): add a row to the table."""
     return lambda test, result: request.config.stash[FIGURES].append((test, result))
 
 

@@ -1,4 +1,4 @@
-"""A run's folder as training would leave it, written by hand: for tests of what reads it."""
+"""A run's folder as training would leave it, written by hand, for tests of what reads it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PASSAGE = [
 
 
 def write_run(folder: Path, steps: int = 200, **run_options) -> Path:
-    """200 steps of 8 x 64 tokens, logged every 2, evaluated every 50; taken up again at 100."""
+    """200 steps of 8 x 64 tokens, logged every 2, evaluated every 50; resumed once at step 100."""
     folder.mkdir(parents=True)
     config = Config(
         model=ModelConfig(context_length=64).resolved(256),

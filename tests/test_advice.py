@@ -43,8 +43,9 @@ def waiting(shares: list[float], **more: float) -> list[dict]:
 
 
 LEARNED = [*training([3.0] * 20), {"step": 200, "val_loss": 3.1}, {"step": 210, "loss": GUESSING}]
-# Short documents fill a tenth of the windows: a step takes 0.1 s, of which 0.015 s are waited.
-SHORT = [{**e, "tokens": 256 * e["step"]} for e in waiting([0.15] * 4)]
+# After ten full steps, short documents fill a tenth of the windows: a step then takes 0.1 s, of
+# which 0.015 s are waited.
+SHORT = [{**e, "tokens": 23_040 + 256 * e["step"]} for e in waiting([0.15] * 4)]
 COURSES = {  # log, topics given with the step; max_steps and windows in the text if not the usual
     "a guess, said after a tenth": (training([GUESSING] * 30), [(100, "guessing")]),
     "falls": (training([GUESSING - 0.05 * i for i in range(30)]), []),

@@ -1,4 +1,4 @@
-"""Evaluation: one figure for the same windows, whatever the batch; by hand where that can be."""
+"""Evaluation: by hand, and the same loss for the same windows whatever the batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FewWindows:
 
 
 class Uniform(torch.nn.Module):
-    """A model that finds every id equally likely, however it is asked."""
+    """A model that finds every id equally likely."""
 
     def forward(self, tokens, targets, reduction):
         counted = targets != IGNORE_INDEX
@@ -90,7 +90,7 @@ def test_loss_perplexity_and_bits_per_byte_by_hand():
     assert found.bits_per_byte == pytest.approx(6 * math.log2(5) / 14)
 
 
-def test_a_mean_over_targets_is_no_mean_over_windows():
+def test_the_loss_is_a_mean_over_targets_not_over_windows():
     class OneBadTarget(torch.nn.Module):
         def forward(self, tokens, targets, reduction):
             return (targets == 1) * 6.0
@@ -112,7 +112,7 @@ def test_the_losses_of_a_window_are_summed_in_float64():
     assert measured(Uneven(), windows).loss == (2**24 + 3) / 4
 
 
-def test_a_loss_beyond_what_exp_can_hold_is_infinitely_perplexed():
+def test_perplexity_and_bits_per_byte_at_the_limits():
     assert Evaluation(loss=1000.0, tokens=1, bytes=1).perplexity == math.inf
     assert Evaluation(loss=2.0, tokens=3, bytes=2).bits_per_byte == pytest.approx(3 / math.log(2))
     assert Evaluation(loss=2.0, tokens=3, bytes=0).bits_per_byte is None  # ids that are no text
@@ -168,7 +168,7 @@ def test_only_the_chosen_windows_count():
     assert measured(model, windows, chosen=[1, 4]) == measured(model, alone)
 
 
-# What an evaluation leaves as it was
+# Side effects
 
 
 @pytest.mark.parametrize("training", [True, False])

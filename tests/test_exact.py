@@ -1,7 +1,7 @@
-"""Exact: a resumed run, and one on another number of ranks, has the bits of the plain run.
+"""Exact: a run that is resumed, or on another number of ranks, has the bits of the plain run.
 
-Compared are hashes of weights and optimizer state, never printed losses: one thread more prints the
-same loss and has other bits.
+Weights and optimizer state are compared by their hashes, not printed losses: with one thread more
+the losses look the same and the bits differ.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RECIPES = {
 
 @pytest.fixture(scope="module")
 def plain(tiny_argv, tmp_path_factory):
-    """plain(recipe): a run of that recipe that was never interrupted; each is made once."""
+    """plain(recipe): the folder of an uninterrupted run; each is trained once."""
     made: dict[str, Path] = {}
 
     def run(recipe: str) -> Path:
@@ -58,7 +58,7 @@ def plain(tiny_argv, tmp_path_factory):
 
 
 def resume(plain: Path, step: int, to: Path) -> None:
-    """A folder as it was when the run was killed after saving `step`."""
+    """Make a folder as it was when the run was killed after saving `step`."""
     (to / "checkpoints").mkdir(parents=True)
     shutil.copytree(plain / "checkpoints" / f"step-{step}", to / "checkpoints" / f"step-{step}")
 
@@ -91,7 +91,7 @@ def test_a_run_resumed_at_any_step_ends_with_the_same_bits(
 
 
 def stop_after(step: int, rank: int = 0):
-    """A hook: the rank is sent SIGTERM in the middle of update number `step`."""
+    """Return a hook: the rank gets SIGTERM in the middle of update number `step`."""
 
     def patch() -> None:
         train_step = training.run.train_step

@@ -1,4 +1,4 @@
-"""What ends a run: whatever it is, the last complete update is saved unless it is in doubt."""
+"""Whatever ends a run, the last complete update is saved unless it is in doubt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALONE |= {"dropout": 0.2}
 
 @pytest.fixture(scope="module")
 def plain(train_tiny, tmp_path_factory) -> Path:
-    """The run of 8 steps that nothing disturbed."""
+    """An undisturbed run of 8 steps."""
     folder = tmp_path_factory.mktemp("plain") / "run"
     assert train_tiny(folder, **ALONE) == 0
     return folder
@@ -109,7 +109,7 @@ def test_a_save_that_fails_is_not_tried_again_and_hides_no_error(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_alone(rank, tiny_argv, tmp_path, plain):
-    """Rank 0 saves whether it fails itself or loses the other; nobody waits for long."""
+    """Rank 0 saves whether it fails itself or loses the other rank; neither waits for long."""
     argv = tiny_argv(tmp_path / "run", **ALONE, micro_batch=1, timeout=60)
 
     def fail(state, setup):
@@ -129,7 +129,7 @@ def test_a_rank_that_fails_alone(rank, tiny_argv, tmp_path, plain):
 
 @pytest.mark.parametrize("where", ["weights", "optimizer"])
 def test_an_update_that_is_not_finite_is_never_saved(where, train_tiny, tmp_path, plain):
-    """The run ends with 4; the same command goes on from the checkpoint before."""
+    """The run ends with 4; the same command resumes from the checkpoint before."""
 
     def spoil(state, setup) -> None:
         tensors = dict(setup.model.named_parameters())
@@ -186,7 +186,7 @@ def test_the_command_without_streams(tiny_argv, tmp_path, plain):
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["hung up", "nohup"])
 def test_a_terminal_that_is_closed(ignored, tiny_argv, tmp_path, plain):
-    """SIGHUP and a stdout that fails: saved, and 129; under nohup it goes on to the end."""
+    """SIGHUP and a stdout that fails: saved, and 129; under nohup the run continues to its end."""
     argv = tiny_argv(tmp_path / "run", **ALONE)
 
     def hang_up(state, setup):

@@ -1,4 +1,4 @@
-"""Each signal at each moment, on one rank or on all: saved at the current step, all end."""
+"""Every signal at every moment, on one rank or on all: the current step is saved, all ranks end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHO = ["one process", "one of two ranks", "two ranks"]
 
 
 def sending(name: str, moment: str, who: str, shared: Shared):
-    """A hook: at the given moment around step 6 this process sends itself the signal, once."""
+    """Return a hook: at the given moment around step 6 the process signals itself, once."""
 
     def patch() -> None:
         now: list = []  # state and setup

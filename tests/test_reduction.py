@@ -19,24 +19,24 @@ def tree_sum(leaves: list[torch.Tensor]) -> torch.Tensor:
 
 
 def leaves_of(M: int) -> list[torch.Tensor]:
-    """Numbers of very different sizes, so that every other order gives other bits."""
+    """Return numbers of very different sizes, so that another order gives other bits."""
     rng = torch.Generator().manual_seed(M)
     shape = (M, 500)
     scale = 10 ** torch.randint(-4, 5, shape, generator=rng).float()
     return list((torch.randn(shape, generator=rng) * scale).unbind())
 
 
-def test_the_tree_of_six_is_the_one_that_is_written_down():
+def test_the_tree_of_six():
     a, b, c, d, e, f = leaves_of(6)
     assert torch.equal(tree_sum([a, b, c, d, e, f]), ((a + b) + c) + ((d + e) + f))
 
 
-def test_the_tree_of_eight_is_the_one_that_is_written_down():
+def test_the_tree_of_eight():
     a, b, c, d, e, f, g, h = leaves_of(8)
     wanted = ((a + b) + (c + d)) + ((e + f) + (g + h))
     assert torch.equal(tree_sum([a, b, c, d, e, f, g, h]), wanted)
     in_a_row = sum([b, c, d, e, f, g, h], a)
-    assert not torch.equal(wanted, in_a_row)  # the order does show in the bits
+    assert not torch.equal(wanted, in_a_row)  # the order shows in the bits
 
 
 @pytest.mark.parametrize("M", [1, 2, 3, 4, 5, 6, 7, 8, 12, 20, 24, 32, 48])
@@ -102,25 +102,25 @@ def ranks_of(world: int, device: str = "cpu") -> Ranks:
         ("auto", 8, 1, "cpu", "exact"),
         ("auto", 8, 4, "cpu", "exact"),
         ("auto", 12, 4, "cpu", "exact"),
-        ("auto", 6, 3, "cpu", "fast"),  # 3 is no power of two
+        ("auto", 6, 3, "cpu", "fast"),  # 3 is not a power of two
         ("auto", 8, 4, "cuda", "fast"),
         ("exact", 8, 4, "cuda", "exact"),
         ("fast", 8, 2, "cpu", "fast"),
         ("fast", 6, 3, "cpu", "fast"),
     ],
 )
-def test_which_reduction(asked, M, world, device, wanted):
+def test_the_reduction_that_is_picked(asked, M, world, device, wanted):
     assert pick_reduction(asked, M, ranks_of(world, device)) == wanted
 
 
 @pytest.mark.parametrize("M, world", [(6, 4), (5, 2), (1, 2), (2, 4)])
-def test_micro_batches_that_do_not_spread_are_refused_with_both_numbers(M, world):
+def test_micro_batches_that_ranks_cannot_share_are_refused(M, world):
     with pytest.raises(ConfigError, match=f"= {M} micro-batches .* {world} ranks"):
         pick_reduction("auto", M, ranks_of(world))
 
 
 @pytest.mark.parametrize("M, world", [(6, 3), (6, 6), (9, 3), (12, 12)])
-def test_exact_asked_for_and_impossible_is_refused(M, world):
+def test_an_impossible_exact_reduction_is_refused(M, world):
     needs = f"number of ranks, {world}, must be a power of two .* {M} micro"
     with pytest.raises(ConfigError, match=needs):
         pick_reduction("exact", M, ranks_of(world))

@@ -1,4 +1,4 @@
-"""Asked to stop: once is noted, twice by Ctrl-C ends at once."""
+"""Signals: the first is noted, a second Ctrl-C ends the process at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from training.signals import STOPPING, Interrupts
 
 @pytest.fixture(autouse=True)
 def not_ignored():
-    """Signals as a shell's foreground job has them: these tests may run in the background."""
+    """Handle signals as a foreground job of a shell does: these tests may run in the background."""
     before = {name: signal.getsignal(getattr(signal, name)) for name in STOPPING}
     for name in STOPPING:
         usual = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
@@ -26,7 +26,7 @@ def not_ignored():
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
-def test_a_signal_is_noted_and_told_as_shells_do(name, capfd):
+def test_a_signal_is_noted_and_gives_the_exit_code_of_shells(name, capfd):
     before = signal.getsignal(getattr(signal, name))
     with Interrupts(announce=True) as interrupts:
         assert not interrupts.asked and interrupts.exit_code == 0
@@ -73,8 +73,8 @@ def test_a_second_ctrl_c_ends_at_once():
     assert ended(fork_command(command, [])) == 130
 
 
-def test_a_second_ctrl_c_in_the_middle_of_a_save_tears_nothing(tiny_argv, tmp_path):
-    """Sent while step-8 is being written; the same command then goes on from step-4."""
+def test_a_second_ctrl_c_during_a_save_damages_nothing(tiny_argv, tmp_path):
+    """Sent while step-8 is being written; the same command then resumes from step-4."""
     shared, argv = Shared(), tiny_argv(tmp_path / "run", max_steps=12, dropout=0.1)
 
     def patch() -> None:

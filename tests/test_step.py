@@ -1,4 +1,4 @@
-"""One step: its loss does not depend on how the batch is cut; bad numbers move no weight."""
+"""One step: its loss does not depend on the micro-batches; inf and nan change no weight."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def batch(step: int, masked: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     rng = torch.Generator().manual_seed(step)
     tokens = torch.randint(V, (B, T), generator=rng)
     targets = torch.randint(V, (B, T), generator=rng)
-    # Rows are masked unequally: the first hardly, the last nearly wholly.
+    # Rows are masked unequally: the first hardly, the last almost completely.
     share = masked * torch.linspace(0, 1, B)[:, None]
     targets[torch.rand(B, T, generator=rng) < share] = IGNORE_INDEX
     return tokens, targets
@@ -113,7 +113,7 @@ def test_dropout_is_a_function_of_seed_step_and_micro_batch():
 
 
 def test_seeding_keeps_nothing(monkeypatch):
-    """torch.manual_seed keeps a traceback for each call where there is no GPU."""
+    """Without a GPU, torch.manual_seed keeps a traceback per call."""
     setup = make_setup(8)
     before = len(torch.cuda._queued_calls)
     for step in range(3):
@@ -144,7 +144,7 @@ def test_each_micro_batch_of_each_step_has_a_dropout_of_its_own():
     assert len({*first, *losses(1)}) == 16
 
 
-# Weights that are frozen
+# Frozen weights
 
 
 def freeze(model: GPT, names: tuple[str, ...]) -> None:
@@ -171,7 +171,7 @@ def test_frozen_weights_stay_and_the_others_train(frozen, n_micro, reduction, op
 
 
 def frozen_steps(reduction: str, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """The weights after two steps of four micro-batches, some weights frozen."""
+    """Return the weights after two steps of four micro-batches, some of them frozen."""
     setup = make_setup(4, reduction, tie_embeddings=False)
     freeze(setup.model, FROZEN)
     setup.optimizers = Optimizers(setup.model, OptimConfig(lr=0.01), torch.device("cpu"))
@@ -209,8 +209,8 @@ def test_frozen_weights_stay_on_two_ranks_too(tmp_path):
                 assert torch.equal(weights[name], p) == name.startswith(FROZEN), name
 
 
-def test_a_weight_that_no_micro_batch_uses_has_a_gradient_of_zero():
-    """As a branch that is not always taken: what one micro-batch lacks, another may have."""
+def test_a_weight_that_a_micro_batch_does_not_use_adds_a_gradient_of_zero():
+    """Like a branch that is not always taken: another micro-batch may use it."""
     setup = make_setup(4, clip=0.0)
     extra = torch.nn.Parameter(torch.ones(3))
     setup.model.register_parameter("extra", extra)
@@ -228,7 +228,7 @@ def test_a_weight_that_no_micro_batch_uses_has_a_gradient_of_zero():
     assert seen[0].tolist() == [1.0, 1.0, 1.0]  # 96 / the 96 targets
 
 
-# Numbers gone bad
+# inf and nan
 
 
 def poison(setup: Setup, value: float, micro: int, where: str = "loss") -> None:
@@ -260,7 +260,7 @@ def unmoved(before: list[torch.Tensor], setup: Setup) -> bool:
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_a_number_gone_bad_moves_no_weight_and_names_the_step(where, value, reduction):
+def test_inf_and_nan_change_no_weight_and_the_step_is_named(where, value, reduction):
     setup = make_setup(4, reduction)
     train_step(setup, cut(batch(0), 4), 0)
     before = state_of(setup)
@@ -286,8 +286,8 @@ def test_float16_skips_and_halves_its_scale_until_that_cannot_help(value):
     assert scales == [2.0**k for k in range(16, -1, -1)] and scales[-1] == SMALLEST_SCALE
 
 
-def test_float16_with_a_bad_loss_but_good_gradients_is_no_reason_to_skip():
-    """GradScaler looks at gradients alone: it would step, and say nothing."""
+def test_float16_does_not_skip_a_bad_loss_with_good_gradients():
+    """GradScaler looks at gradients alone: it would take the step silently."""
     setup = make_setup(1, dtype=torch.float16)
     forward = setup.model.forward
     setup.model.forward = lambda *a, **k: forward(*a, **k) + torch.tensor(math.inf)
@@ -305,8 +305,8 @@ def test_float16_trains_like_float32():
         assert b.grad_norm == pytest.approx(a.grad_norm, rel=5e-2)  # unscaled before it is measured
 
 
-def test_the_scaler_goes_on_where_it_was():
-    """Saved and restored, the factor is equal, and so is its way to the next doubling."""
+def test_the_scaler_resumes_where_it_was():
+    """Restored, the scale is equal, and so is the number of steps to its next doubling."""
     setup = make_setup(2, dtype=torch.float16)
     poison(setup, math.inf, micro=1, where="gradient")
     train_step(setup, cut(batch(0), 2), 0)
@@ -321,7 +321,7 @@ def test_the_scaler_goes_on_where_it_was():
 
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e9])
 def test_clipping(clip, monkeypatch):
-    """The norm that is told is the one before; 0 switches it off."""
+    """The logged norm is the one before clipping; 0 disables clipping."""
     norms, setup = [], make_setup(clip=clip)
 
     def step() -> None:

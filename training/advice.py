@@ -31,7 +31,7 @@ class Adviser:
         self.losses: list[float] = []  # of training, since the last evaluation
         self.counted = 0, 0  # (step, targets so far) of the last line
         self.waits: list[float] = []  # shares of a step spent waiting for data: last three lines
-        self.evaluations: list[tuple[float, float]] = []  # (validation, training): last three
+        self.evaluations: list[tuple[float, float]] = []  # (validation, training): last two
         self.best = (math.inf, math.inf)  # evaluation
         self.has_learned = False  # the training loss was once below a guess
 
@@ -79,12 +79,11 @@ class Adviser:
         training = sum(self.losses) / len(self.losses)
         self.losses = []
         self.has_learned = self.has_learned or training < NEAR_GUESSING * self.guessing
-        self.evaluations = [*self.evaluations, (entry["val_loss"], training)][-3:]
+        self.evaluations = [*self.evaluations, (entry["val_loss"], training)][-2:]
         self.best = best = min(self.best, self.evaluations[-1])
-        last_two = self.evaluations[-2:]
-        rises = all(validation > (1 + RISE) * best[0] for validation, _ in last_two)
-        falls = all(training < best[1] for _, training in last_two)
-        if len(self.evaluations) < 3 or not rises or not falls:
+        rises = all(validation > (1 + RISE) * best[0] for validation, _ in self.evaluations)
+        falls = all(training < best[1] for _, training in self.evaluations)
+        if not rises or not falls:
             return None
         return (
             "overfitting",
