@@ -157,10 +157,10 @@ def test_a_run_shorter_than_its_intervals_ends_evaluated_and_saved(train_tiny, t
     assert sample.main([str(tmp_path / "run"), "--max_new_tokens=3"]) == 0
 
 
-# What it says
+# Messages
 
 
-def test_it_introduces_itself_and_ends_with_what_to_type_next(train_tiny, tmp_path, capsys):
+def test_the_first_messages_and_the_last_with_the_next_command(train_tiny, tmp_path, capsys):
     folder = tmp_path / "a run"
     train_tiny(folder, max_steps=4, sample_prompt="def f")
     out = capsys.readouterr().out
@@ -185,12 +185,6 @@ def test_quiet_leaves_warnings_and_the_result(train_tiny, tmp_path, capsys):
     # A busy machine may be advised of.
     assert all(line.startswith("advice") for line in before.splitlines()) and err == ""
     assert all(text in out for text in ("checkpoint: ", "sample (prompt: ", "generate more: "))
-
-
-def test_a_prompt_that_cannot_be_encoded_is_told_before_training(train_tiny, tmp_path):
-    with pytest.raises(ValueError, match=r"log.sample_prompt='Ω': the char tokenizer .*U\+03A9"):
-        train_tiny(tmp_path, sample_prompt="Ω")
-    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_tokens_per_second_leave_evaluation_and_saving_out(train_tiny, tmp_path, monkeypatch):
@@ -220,7 +214,7 @@ def test_tokens_per_second_leave_evaluation_and_saving_out(train_tiny, tmp_path,
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_looking_at_a_run_does_not_change_it(train_tiny, tmp_path, optimizer):
+def test_evaluating_saving_and_logging_change_no_step(train_tiny, tmp_path, optimizer):
     """Evaluations, checkpoints and log lines in between leave every bit as it was."""
     options = {"max_steps": 6, "dropout": 0.2, "optimizer": optimizer}
     often = {"eval_interval": 1, "checkpoint_interval": 1, "interval": 1, "eval_windows": 3}
@@ -376,23 +370,38 @@ def test_validation_alone_changes_no_step(train_tiny, tmp_path):
     assert metrics(tmp_path / "with", "loss") == metrics(tmp_path / "without", "loss")
 
 
-def test_patience_without_validation_is_refused(train_tiny, tmp_path):
-    with pytest.raises(ConfigError, match="run.patience=2.*val_fraction"):
-        train_tiny(tmp_path, val_fraction=0, patience=2)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"val_fraction": 0, "patience": 2}, "run.patience=2.*val_fraction"),
+        ({"sample_prompt": "Ω"}, r"log.sample_prompt='Ω': the char tokenizer .*U\+03A9"),
+    ],
+)
+def test_mistakes_are_found_before_training(train_tiny, tmp_path, options, told):
+    with pytest.raises(ConfigError, match=told):
+        train_tiny(tmp_path, **options)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
 # What goes wrong
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_names_the_windows(train_tiny, tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_windows(
+    train_tiny, tmp_path, monkeypatch
+):
+    told = []  # to the other ranks: whether something has failed
+    monkeypatch.setattr(
+        "training.distributed.Ranks.close", lambda self, failed: told.append(failed)
+    )
+    train_tiny(tmp_path / "good", max_steps=2)
     with pytest.raises(NonFinite, match=r"step 2: .*norm nan.*Its windows: \d+ \(epoch 0\), "):
-        train_tiny(tmp_path, lr=1e38, grad_clip=0)
+        train_tiny(tmp_path / "bad", lr=1e38, grad_clip=0)
     assert NonFinite.exit_code == 4
-    assert metrics(tmp_path, "loss")
+    assert metrics(tmp_path / "bad", "loss")
+    assert told == [False, True]
 
 
-def test_a_validation_loss_that_is_no_number_ends_the_run(train_tiny, tmp_path, losses):
+def test_a_validation_loss_that_is_not_finite_ends_the_run(train_tiny, tmp_path, losses):
     losses(2.0, math.nan)
     with pytest.raises(NonFinite, match="step 4: validation loss nan"):
         train_tiny(tmp_path, eval_interval=2)
@@ -405,18 +414,7 @@ def test_validation_scores_many_windows_per_forward_on_a_cpu(train_tiny, tmp_pat
     assert asked == [4096 // 32] * 2  # not the micro-batch of a few windows
 
 
-def test_the_ranks_are_told_whether_something_has_failed(train_tiny, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(
-        "training.distributed.Ranks.close", lambda self, failed: told.append(failed)
-    )
-    train_tiny(tmp_path, max_steps=2)
-    with pytest.raises(NonFinite):
-        train_tiny(tmp_path / "other", lr=1e38, grad_clip=0)
-    assert told == [False, True]
-
-
-def test_wandbs_run_is_one_and_is_found_again(train_tiny, tmp_path, monkeypatch):
+def test_a_resume_continues_the_run_at_wandb(train_tiny, tmp_path, monkeypatch):
     asked, logged = [], []
     run = types.SimpleNamespace(
         id="abc", log=lambda values, step: logged.append((step, *values)), finish=lambda: None
