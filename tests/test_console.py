@@ -21,7 +21,7 @@ from training.console import (
     YELLOW,
     Console,
     clock_text,
-    coloured,
+    colored,
     percent,
     short,
 )
@@ -162,12 +162,12 @@ def test_figures_are_short():
 def test_colors_on_a_terminal_and_nowhere_else(text, color, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert coloured(text) == (f"{color}{text}{PLAIN}" if color else text)
+    assert colored(text) == (f"{color}{text}{PLAIN}" if color else text)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert coloured(text) == text
+    assert colored(text) == text
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    assert coloured(text) == text
+    assert colored(text) == text
 
 
 # First messages

@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,13 +72,14 @@ def test_exactly_max_steps_are_taken_and_logged(trained_once):
     assert line["attempt"] == 1 and line["mfu"] <= 1
 
 
-def test_tokens_are_those_trained_on_over_a_resume(train_tiny, tmp_path, monkeypatch):
+def test_tokens_and_skipped_steps_are_counted_across_a_resume(train_tiny, tmp_path, monkeypatch):
     """Documents of 6 characters in windows of 16: the padding is not training."""
     (tmp_path / "docs.jsonl").write_text("".join(f'{{"text": "f{i:04}."}}\n' for i in range(200)))
     counted, step = [], run_module.train_step
 
-    def counting(*args):
-        counted.append(step(*args))
+    def counting(setup, batches, number, n_targets):
+        found = step(setup, batches, number, n_targets)
+        counted.append(replace(found, skipped=number in (2, 4)))
         return counted[-1]
 
     monkeypatch.setattr(run_module, "train_step", counting)
@@ -95,6 +97,7 @@ def test_tokens_are_those_trained_on_over_a_resume(train_tiny, tmp_path, monkeyp
         step: sum(found.tokens for found in counted[:step]) for step in (1, 2, 3, 4, 6, 8)
     }
     assert 0 < totals[8] < 8 * 4 * 16
+    assert metrics(tmp_path / "run", "skipped") == {3: 1, 4: 1, 6: 2, 8: 2}
 
 
 def test_a_run_from_before_tokens_were_counted_goes_on_without(train_tiny, trained, monkeypatch):

@@ -35,7 +35,7 @@ class Console:
         """Print a line, above the bar if there is one."""
         if not self.first:
             return
-        text = coloured(text)
+        text = colored(text)
         if self.bar is not None:
             self.bar.write(text, file=sys.stdout)
         else:
@@ -109,7 +109,7 @@ class Console:
         return elapsed / done * left if done > 0 else math.inf
 
 
-def coloured(text: str) -> str:
+def colored(text: str) -> str:
     """Color warnings and advice yellow, a best evaluation green, on a terminal, unless NO_COLOR is
     set (https://no-color.org)."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
