@@ -210,13 +210,18 @@ def timed(monkeypatch):
     monkeypatch.setattr(budget_module.Budget, "__init__", init)
 
 
-def test_a_run_is_repeated_exactly_from_its_fits(train_tiny, tmp_path, timed, capsys):
+def test_a_run_is_repeated_exactly_from_its_fits(train_tiny, tmp_path, timed, capsys, monkeypatch):
+    measured, evaluated = [], Budget.evaluated
+    monkeypatch.setattr(
+        Budget, "evaluated", lambda *args: measured.append(args[1]) or evaluated(*args)
+    )
     first, again = tmp_path / "first", tmp_path / "again"
     assert train_tiny(first, time_budget="2s", **OPTIONS) == 0
     assert "training: as many steps as fit into 2s, 4 x 16 = 64 " in capsys.readouterr().out
     state = find_checkpoint(first, "latest").state
     assert len(state.fits) > 1
-    assert state.step == state.fits[-1][1] > 3  # max_steps has no say
+    assert state.step == state.fits[-1][1] > 3  # max_steps does not count
+    assert len(measured) == 1 and measured[0] > 0  # the evaluation at the end
     assert train_tiny(again, time_budget=f"fits:{first}", **OPTIONS) == 0
     model = f"checkpoints/step-{state.step}/model.safetensors"
     assert (again / model).read_bytes() == (first / model).read_bytes()
