@@ -100,7 +100,7 @@ def test_tokens_and_skipped_steps_are_counted_across_a_resume(train_tiny, tmp_pa
     assert metrics(tmp_path / "run", "skipped") == {3: 1, 4: 1, 6: 2, 8: 2}
 
 
-def test_a_run_from_before_tokens_were_counted_goes_on_without(train_tiny, trained, monkeypatch):
+def test_a_run_older_than_the_count_of_tokens_resumes_without_it(train_tiny, trained, monkeypatch):
     """Its checkpoint does not say how many there were: a wrong total would be worse than none."""
     state = json.loads((trained / "checkpoints/step-8/state.json").read_text())
     assert state["tokens"] == 8 * 4 * 16
@@ -263,7 +263,7 @@ def test_validation_hides_documents_from_each_other_too(
         ({"windows": "packed"}, False),
     ],
 )
-def test_windows_that_are_mostly_padding_are_told(
+def test_advice_on_windows_that_are_mostly_padding(
     train_tiny, short_documents, tmp_path, capsys, options, wasted
 ):
     train_tiny(tmp_path, **short_documents, **options, context_length=64, max_steps=1)
@@ -331,7 +331,7 @@ def test_a_run_without_a_better_loss_stops_early_and_stays_finished(
     options = {"max_steps": 100, "eval_interval": 3, "patience": 2, "interval": 2}
     assert train_tiny(tmp_path, **options) == 0
     assert list(metrics(tmp_path, "val_loss")) == [3, 6, 9]
-    assert max(metrics(tmp_path, "loss")) == 9  # beside the last evaluation, off the interval
+    assert max(metrics(tmp_path, "loss")) == 9  # next to the last evaluation, off the interval
     out = capsys.readouterr().out
     assert "finished at step 9: no better loss in 2 evaluations; validation loss 2.2000" in out
     assert (tmp_path / "checkpoints/step-9").exists()

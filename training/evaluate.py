@@ -102,7 +102,7 @@ def _score(
 ) -> Tensor:
     """B rows of windows -> (B, 3) float64: summed loss, targets, bytes of each window."""
     with precision.autocast():
-        # Not model(...): a compiled model would be compiled anew for this shape.
+        # Not model(...): a compiled model would be compiled again for this shape.
         losses = model.forward(*(part.to(device) for part in rows), reduction="none")  # (B, T)
     targets = rows[1]
     counted = targets != IGNORE_INDEX

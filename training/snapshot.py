@@ -53,7 +53,7 @@ def scored_passage(
     model.eval()
     try:
         with precision.autocast():
-            # Not model(...): a compiled model would be compiled anew for this length.
+            # Not model(...): a compiled model would be compiled again for this length.
             logits = model.forward(tokens, None, *documents)  # (1, T, V)
     finally:
         model.train(training)

@@ -165,7 +165,7 @@ def _backward(setup: Setup, batch: Batch, step: int, micro: int, divisor: float)
     seed_dropout(setup.ranks.device, dropout_seed(setup.config.run.seed, step, micro))
     forward = setup.ddp or setup.model
     with setup.precision.autocast():
-        loss = forward(*batch, reduction="sum")  # tokens, targets, perhaps documents
+        loss = forward(*batch, reduction="sum")  # tokens, targets and, with a mask, documents
     setup.scaler.scale(loss / divisor).backward()
     return loss.detach()
 
