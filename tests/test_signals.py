@@ -47,9 +47,8 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(name):
 
 def test_the_first_signal_decides_the_exit_code():
     with Interrupts() as interrupts:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(os.getpid(), number)
     assert interrupts.exit_code == 128 + signal.SIGTERM
 
 
