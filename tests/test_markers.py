@@ -45,4 +45,4 @@ def test_a_selected_test_that_cannot_run_fails_with_the_reason(pytester, marker)
         result = pytester.runpytest_inprocess("-n0", "-p", "no:cacheprovider", "-rs", *asked)
         found = result.parseoutcomes()
         assert {name: n for name, n in found.items() if "warning" not in name} == wanted
-    result.stdout.fnmatch_lines([f"*asked for by -m {marker}, but cannot run here*no chromium*"])
+    result.stdout.fnmatch_lines([f"*requested by -m {marker}, but cannot run here*no chromium*"])
