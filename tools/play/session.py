@@ -18,7 +18,7 @@ from model.inspect import attention_maps, logit_lens
 from training.snapshot import token_text
 
 LIKELIEST = 10  # alternatives kept for every token
-LENS_TOKENS = 3  # shown per layer
+LENS_TOKENS = 2  # shown per layer
 SHOWN = 12  # bars of the distribution
 
 
