@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # torch is imported once the command line is known to be righ
     from model.gpt import GPT
 
 USAGE = (
-    'python sample.py RUN [--name=value ...], such as: python sample.py out/small --prompt "def "'
+    "python sample.py RUN [--name=value ...], "
+    'for example: python sample.py out/small --prompt "def "'
 )
 
 

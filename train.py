@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     """
     config = load_config(argv)
 
-    # Importing torch takes a second, so a mistake in the options is reported before.
+    # Importing torch takes a second, so mistakes in the options are reported first.
     with ended_by_ctrl_c():
         from training import messages, startup
         from training.console import Console

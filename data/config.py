@@ -38,7 +38,8 @@ class DataConfig:
     ] = "bpe:4096"
     split: Annotated[
         Literal["auto", "tail", "document"],
-        "validation text: files named for it (auto), the tail, or whole documents by hash",
+        "validation text: the tail, or whole documents by hash; "
+        "auto: files named for a split, else tail or document",
         "fixed",
     ] = "auto"
     val_fraction: Annotated[

@@ -29,6 +29,8 @@ from data.meta import (
 )
 
 MAX_OPEN = 1024  # shards per split; each takes 64 KiB of memory for its checksums
+# model/loss.py defines the same number: data and model do not import each other, and a test keeps
+# the two equal.
 IGNORE_INDEX = -100  # targets that do not count; the default of PyTorch's cross_entropy
 
 Row = tuple[np.ndarray, ...]  # tokens, targets and, with document_mask, documents: (T,) int64 each
@@ -75,6 +77,7 @@ class Windows:
         return self._offsets[-1]
 
     def __getitem__(self, i: int) -> np.ndarray:
+        """Return window i. With `__len__` this makes Windows a dataset for torch's DataLoader."""
         return self.window(i)
 
     def window(self, i: int, shift: int = 0) -> np.ndarray:

@@ -104,21 +104,22 @@ def tiled_attention(
     rows = []
     for top in range(0, T, tile):
         q_tile = q[:, :, top : top + tile]  # (B, H, t, D)
-        position = S - T + top + torch.arange(q_tile.shape[2], device=q.device)  # (t,)
         largest = q_tile.new_full((*q_tile.shape[:3], 1), lowest)  # (B, H, t, 1)
         total = torch.zeros_like(largest)
         out = torch.zeros_like(q_tile)
-        visible = S - T + top + q_tile.shape[2] if causal else S  # later keys are all future
+        t = q_tile.shape[2]
+        visible = S - T + top + t if causal else S  # later keys are in the future of all t queries
+        future = future_mask(t, visible, q.device)
         for left in range(0, visible, tile):
-            k_tile, v_tile = k[:, :, left : left + tile], v[:, :, left : left + tile]
+            right = min(left + tile, visible)
+            k_tile, v_tile = k[:, :, left:right], v[:, :, left:right]
             scores = q_tile @ k_tile.transpose(-2, -1) / math.sqrt(D)  # (B, H, t, s)
             if causal:
-                key = left + torch.arange(k_tile.shape[2], device=q.device)  # (s,)
-                scores = scores.masked_fill(key > position[:, None], -math.inf)
+                scores = scores.masked_fill(future[:, left:right], -math.inf)
             if documents is not None:
                 of_queries, of_keys = (
                     documents[:, top : top + tile],
-                    documents[:, left : left + tile],
+                    documents[:, left:right],
                 )
                 scores = scores.masked_fill(document_mask(of_queries, of_keys), -math.inf)
             new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
@@ -148,8 +149,9 @@ def sdpa_attention(
     T, S, _ = _check(q, k, v, causal, documents)
     if return_weights:
         raise ValueError("sdpa does not return weights; use the reference backend")
-    # PyTorch's is_causal aligns query 0 with key 0, which is wrong for T < S (a KV cache). Then it
-    # gets a mask, True where a key is seen. A single query sees every key and needs no mask.
+    # PyTorch's is_causal aligns query 0 with key 0, which is wrong for T < S (a KV cache). In that
+    # case we pass a mask that is True where a key may be seen. A single query sees every key and
+    # needs no mask.
     mask = ~future_mask(T, S, q.device) if causal and T < S and T > 1 else None
     if documents is not None:
         hidden = document_mask(documents, documents)
@@ -197,10 +199,10 @@ def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
 class KVCache:
     """Keys and values of each layer, (B, H_kv, capacity, D), the first `length` positions filled.
 
-    With it, a new token costs one position of work instead of the whole text again. It is passed to
-    `GPT.forward`, whose layers append to it and which advances `length` once at the end; no module
-    keeps it. Keys are stored rotated, because their positions never change. It is written in place,
-    so use it under `torch.no_grad`. Memory is allocated at the first append.
+    With it, each new token needs the work of one position, not another pass over the whole text.
+    It is passed to `GPT.forward`, whose layers append to it and which advances `length` once at the
+    end; no module keeps it. Keys are stored rotated, because their positions never change. It is
+    written in place, so use it under `torch.no_grad`. Memory is allocated at the first append.
     """
 
     def __init__(self, n_layers: int, capacity: int) -> None:

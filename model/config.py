@@ -25,13 +25,19 @@ class ModelConfig:
     d_model: Annotated[int, "width of the residual stream", "fixed"] = 128
     d_head: Annotated[int | None, "width of a head; default: d_model / n_heads", "fixed"] = None
     d_mlp: Annotated[
-        int | None, "hidden width of the MLP; default: 4 x d_model (swiglu: 8/3 x)", "fixed"
+        int | None,
+        "hidden width of the MLP; default: 4 x d_model (swiglu: 8/3 x, rounded up)",
+        "fixed",
     ] = None
     context_length: Annotated[int, "longest sequence the model sees, in tokens", "fixed"] = 256
     vocab_size: Annotated[int | None, "vocabulary size; default: the tokenizer's", "fixed"] = None
     norm: Annotated[Literal["rms", "layer"], "normalization", "fixed"] = "rms"
     norm_eps: Annotated[float, "epsilon, added to the variance in a norm", "fixed"] = 1e-6
-    mlp: Annotated[Literal["swiglu", "gelu", "gelu_erf", "relu2"], "MLP type", "fixed"] = "swiglu"
+    mlp: Annotated[
+        Literal["swiglu", "gelu", "gelu_erf", "relu2"],
+        "MLP type",
+        "fixed",
+    ] = "swiglu"
     position: Annotated[Literal["rope", "learned"], "positional encoding", "fixed"] = "rope"
     rope_theta: Annotated[float, "base of RoPE's wavelengths", "fixed"] = 10000.0
     rope_scaling: Annotated[

@@ -170,9 +170,9 @@ class GPT(nn.Module):
             std = 1.0
         else:
             # A tied head gives each token itself as the likeliest next one: after the last norm,
-            # which makes its embedding sqrt(C) long, its own logit is about std * C. That raises
-            # the loss above ln V by e^logit / V, and the spread of the others by logit^2 / 2C.
-            # This std keeps the two together below 0.1.
+            # which makes its embedding sqrt(C) long, its own logit is about std * C. That logit
+            # raises the loss above ln V by e^logit / V; the spread of the other logits raises it by
+            # a further logit^2 / 2C. This std keeps the two together below 0.1.
             std = min(max(0.5, math.log(V) - 3.0), 0.3 * math.sqrt(C)) / C
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         rng = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))

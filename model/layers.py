@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from model.config import ModelConfig
 
 
+# While training on a CPU, model/fast.py may replace the forward and backward pass of this class.
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019).
 

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+# data/shards.py defines the same number: data and model do not import each other, and a test keeps
+# the two equal.
 IGNORE_INDEX = -100  # a target that does not count; PyTorch's own default
 LARGE_VOCAB = 16_384  # from here on the loss is computed in chunks
 CHUNK_TOKENS = 1_024  # tokens whose logits exist at one time
@@ -19,6 +21,7 @@ CHUNK_TOKENS = 1_024  # tokens whose logits exist at one time
 Reduction = Literal["mean", "sum", "none"]
 
 
+# While training on a CPU, model/fast.py may replace the forward and backward pass of this class.
 class CrossEntropy(nn.Module):
     """-log softmax(head x)[target] in nats, over the targets that are not IGNORE_INDEX.
 

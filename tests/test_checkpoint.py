@@ -166,6 +166,14 @@ def test_which_checkpoint_of_a_run(save, tmp_path):
     steps = {which: find_checkpoint(run, which).state.step for which in ("", "best", "latest", "1")}
     assert steps == {"": 2, "best": 2, "latest": 3, "1": 1}
     assert find_checkpoint(checkpoints.path(1)).state.step == 1
+    checkpoints.set_best(2)
+    os.rename(checkpoints.path(2), checkpoints.folder / ".old-step-2")  # killed while replacing it
+    for which in ("", "best", "2"):
+        with pytest.raises(DamagedCheckpoint, match="interrupted.*Run train.py once"):
+            find_checkpoint(run, which)
+    assert find_checkpoint(run, "latest").state.step == 3
+    checkpoints.clean()  # what train.py does at its start
+    assert find_checkpoint(run).state.step == 2
     with pytest.raises(ConfigError, match=r"which=9: .* has the steps 1, 2, 3 and best \(step 2\)"):
         find_checkpoint(run, "9")
     (tmp_path / "file").write_text("")

@@ -13,6 +13,7 @@ import torch
 from model.attention import KVCache
 from model.config import ModelConfig
 from model.gpt import GPT, positions_within
+from model.layers import MLPS
 
 MODERN = dict(n_kv_heads=2)
 GPT2 = dict(norm="layer", mlp="gelu", position="learned", qk_norm=False, bias=True)
@@ -99,7 +100,7 @@ def test_documents_with_a_cache_are_refused():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("position", ["rope", "learned"])
-@pytest.mark.parametrize("mlp", ["swiglu", "gelu", "gelu_erf", "relu2"])
+@pytest.mark.parametrize("mlp", MLPS)
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @torch.no_grad()
 def test_the_first_loss_is_ln_v(norm, mlp, position, tie, bias):

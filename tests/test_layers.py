@@ -1,4 +1,7 @@
-"""Norms and MLPs: each compared with its formula in float64. A new MLP: test_one_forward.py."""
+"""Norms and MLPs: each compared with its formula in float64.
+
+The formula of a new MLP goes here; test_one_forward.py covers every entry of MLPS by itself.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ def test_the_readme_is_short():
 
 def test_the_table_of_options_is_the_dataclasses():
     told = PAGES[Path("docs/options.md")]
-    assert options_table() in told, "replace the table by training.config.options_table()"
+    command = 'python -c "from training.config import options_table; print(options_table())"'
+    assert options_table() in told, f"replace the table by the output of: {command}"
 
 
 def test_names_from_elsewhere_are_the_hints_of_the_command_line():

@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # torch is imported once the command line is known to be righ
     from model.gpt import GPT
 
 USAGE = (
-    "python -m tools.plan CONFIG [--name=value ...], such as: python -m tools.plan config/small.py"
+    "python -m tools.plan CONFIG [--name=value ...], "
+    "for example: python -m tools.plan config/small.py"
 )
 COMPUTE_OPTIMAL = 20  # tokens per parameter (Hoffmann et al. 2022, "Chinchilla")
 
@@ -219,7 +220,7 @@ def memory_lines(config: Config, worlds: list[int]) -> list[str]:
     """Tabulate memory per rank, in MB, for each number of ranks on this machine's device."""
     import torch
 
-    from training.memory import estimate_memory
+    from training.memory import RUNTIME, estimate_memory
 
     device = "cuda" if config.run.device.startswith("cuda") else "cpu"
     if config.run.device == "auto" and torch.cuda.is_available():
@@ -238,7 +239,8 @@ def memory_lines(config: Config, worlds: list[int]) -> list[str]:
     return [
         f"{head}    ({device}, {plans[0].run.dtype})",
         *(f"  {name:<20}" + "".join(f"{value:>12}" for value in values) for name, *values in rows),
-        "  activations are freed as gradients appear, so the peak is below the sum",
+        "  the rows do not add up to the peak: activations are freed as gradients appear, and",
+        f"  a process on a CPU needs about {RUNTIME / 1e6:.0f} MB besides",
     ]
 
 

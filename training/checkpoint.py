@@ -75,7 +75,7 @@ class TrainState:
     tokens: int | None = 0  # targets trained on; None: the run began before they were counted
     scaler: dict[str, Any] = field(default_factory=dict)  # of torch's GradScaler, for float16
     wandb_id: str | None = None
-    seconds: float = 0.0  # used of a time budget
+    seconds: float = 0.0  # of the time budget used so far
     fits: tuple[tuple[int, ...], ...] = ()  # of the budget: (step, max_steps from there on)
 
     def record(self, val_loss: float) -> bool:
@@ -156,7 +156,7 @@ def write_manifest(folder: Path, step: int, about: dict[str, Any], files: dict[s
     write_file(folder / MANIFEST, [json_bytes(sealed)])
 
 
-# Reading: every byte is verified before it is believed
+# Reading: every byte is verified before it is used
 
 
 def read_manifest(path: Path, skip: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def read_manifest(path: Path, skip: tuple[str, ...] = ()) -> dict[str, Any]:
 def _problem_of(manifest: Any) -> str:
     """Describe what is wrong with a manifest before any file is opened; "" if nothing is.
 
-    Anyone can compute a matching seal. It finds accidents, so the rest is checked as well.
+    The seal only catches accidents, since anyone can compute it, so the rest is checked too.
     """
     if not isinstance(manifest, dict):
         return "not an object"
@@ -274,7 +274,7 @@ def check_finite(path: Path) -> None:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether no number is inf or nan, by the largest magnitude."""
+    """Return whether every number is finite; only the largest magnitude is examined."""
     numbers = [t for t in tensors if t.is_floating_point() and t.numel()]
     return math.isfinite(torch.nn.utils.get_total_norm(numbers, norm_type=math.inf))
 
@@ -543,6 +543,13 @@ def find_checkpoint(run: Path, which: str = "") -> Checkpoint:
         return load_checkpoint(run, weights_only=True)
     checkpoints = Checkpoints(run / "checkpoints")
     steps, best = checkpoints.steps(), checkpoints.best_step()
+    named = f"step-{best if which in ('', 'best') else which}"
+    old, final = checkpoints.folder / f".old-{named}", checkpoints.folder / named
+    if re.fullmatch(STEP_NAME, named) and old.is_dir() and not os.path.lexists(final):
+        raise DamagedCheckpoint(
+            f"{final} is missing because replacing it was interrupted; {old.name} is the complete "
+            f"earlier save. Run train.py once with this run's command: it restores {named}"
+        )
     if not steps:
         raise ConfigError(f"{run}: no checkpoint there; expected {run}/checkpoints/step-N")
     if which in ("", "best") and best is not None:

@@ -100,7 +100,9 @@ class ScheduleConfig:
 class ParallelConfig:
     """Data parallel training: one process or many."""
 
-    mode: Annotated[Literal["auto", "none", "ddp"], "auto: ddp under torchrun", "start"] = "auto"
+    mode: Annotated[
+        Literal["auto", "none", "ddp"], "auto: ddp under torchrun, otherwise none", "start"
+    ] = "auto"
     reduction: Annotated[
         Literal["auto", "exact", "fast"],
         "how gradients are summed over ranks; exact: the same bits on 1, 2, 4 ... ranks",
@@ -132,7 +134,7 @@ class RunConfig:
     ] = "auto"
     attention: Annotated[
         Literal["auto", "reference", "tiled", "sdpa"],
-        "attention implementation; all give the same result",
+        "attention implementation; all give the same result up to rounding",
         "must",
     ] = "auto"
     compile: Annotated[bool, "torch.compile the model", "must"] = False
@@ -280,7 +282,8 @@ def _conform_all(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[
 # From a command line
 
 USAGE = (
-    "python train.py CONFIG [--name=value ...], such as: python train.py config/small.py --lr=3e-4"
+    "python train.py CONFIG [--name=value ...], "
+    "for example: python train.py config/small.py --lr=3e-4"
 )
 
 # Names that other projects use: for suggestions only.

@@ -1,8 +1,9 @@
 """Memory of one rank, estimated before a run, and `--micro_batch=auto`, which chooses by it.
 
 A step holds float32 weights, gradients and optimizer state, what autograd keeps of the forward
-pass for the backward pass ("activations") and the logits. Activations are freed as gradients
-appear, so the peak is less than the sum: `Memory.peak` is the largest moment.
+pass for the backward pass ("activations") and the logits. These do not add up to `Memory.peak`, the
+largest moment of a step: activations are freed as gradients appear, exchanging or updating needs
+scratch memory, and a process on a CPU needs RUNTIME besides.
 
 Activations are counted, not calculated: a forward pass runs, and every tensor that autograd saves
 is seen. So a new module is right without a word here.

@@ -1,6 +1,6 @@
 """The training loop, and its parts: when each is due, and what it does.
 
-Signatures say what a part touches: `setup` and `data` are fixed, `state` is saved with every
+Signatures say what a part touches: `setup` and `data` are built once, `state` is saved with every
 checkpoint, `meters` are measurements of this process, `observer` is rank 0's log (None elsewhere).
 """
 
@@ -30,7 +30,10 @@ from training.step import NonFinite, Setup, StepMetrics, count_targets, train_st
 
 @dataclass
 class Meters:
-    """Measurements since the last logged line. Only the budget can change an update."""
+    """Measurements since the last logged line.
+
+    Of these, only the time budget can influence training.
+    """
 
     budget: Budget | None  # on rank 0, if the run has a time budget
     last: StepMetrics | None = None

@@ -23,11 +23,16 @@ from training.device import Precision
 from training.distributed import Ranks
 from training.optimizer import Optimizers
 
-SMALLEST_SCALE = 1.0  # at this float16 loss scale, an overflow is not caused by the scale any more
+# float16: at or below this scale, an overflow can no longer be blamed on the scale.
+SMALLEST_SCALE = 1.0
 
 
 class NonFinite(RuntimeError):
-    """A loss or gradient is inf or nan. No weight was changed."""
+    """A loss, a gradient, a weight or a number of the optimizer's state is inf or nan.
+
+    Raised before a bad loss or gradient changes a weight, and before a bad weight or state is
+    saved.
+    """
 
     exit_code = 4
 
@@ -44,7 +49,7 @@ class StepMetrics:
 
 @dataclass
 class Setup:
-    """What is fixed: the config, and all that a step works with."""
+    """The objects a step works with, built once."""
 
     config: Config
     model: GPT
@@ -82,7 +87,7 @@ def train_step(
     if n_targets is None:
         what = f"step {step + 1}, counting targets"
         (n_targets,) = setup.ranks.sum_ints([count_targets(batches)], what)
-    # A mean of the micro-batches' means would weigh the targets of a padded one more.
+    # Averaging the micro-batch means would give more weight to the targets of a padded micro-batch.
     divisor = max(1, n_targets)
     exact = setup.config.parallel.reduction == "exact"
     reduce = _exact_gradient if exact else _fast_gradient
