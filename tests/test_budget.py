@@ -9,7 +9,7 @@ import pytest
 
 from cli.options import ConfigError
 from training import budget as budget_module
-from training.budget import Budget, fitted, open_budget, steps_at
+from training.budget import Budget, fitted, lengthened, open_budget, steps_at
 from training.checkpoint import TrainState, find_checkpoint
 from training.config import Config, RunConfig, ScheduleConfig, seconds_of
 from training.console import UNKNOWN_STEPS
@@ -246,3 +246,19 @@ def test_a_run_without_fits_cannot_be_repeated(trained):
 def test_no_budget_no_fits(trained):
     assert open_budget(RunConfig(), TrainState()) is None
     assert find_checkpoint(trained).state.fits == ()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "planned"),
+    [
+        (20.0, 150),  # 100 steps in 20 s: the 10 s that are left hold 50 more
+        (40.0, 100),  # more is used already than the new budget has
+        (0.0, 100 + UNKNOWN_STEPS),  # trained without a budget: nothing was measured
+    ],
+)
+def test_a_longer_budget_is_planned_at_the_speed_so_far(seconds, planned):
+    state = TrainState(step=100, seconds=seconds, fits=((3, 90),))
+    old, new = RunConfig(time_budget="20s"), RunConfig(time_budget="30s")
+    assert lengthened(old, new, state) == ((3, 90), (100, planned))
+    assert lengthened(old, old, state) == ((3, 90),)
+    assert lengthened(old, RunConfig(), state) == ((3, 90),)
