@@ -336,6 +336,12 @@ def test_an_array_is_the_same_however_it_is_read(tmp_path_factory, values, inden
     assert found == values
 
 
+def test_json_lines_are_recognized_by_a_first_line_of_several_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "READ_BYTES", 7)
+    file = write(tmp_path / "data.json", LINES.encode())
+    assert form_of(file, ReadOptions()) == "jsonl"
+
+
 TWO_LINES = b'{"text": "fine"}\n{"text": "ok"}\n '
 ARRAY = '[{"text": "a"}, '
 
