@@ -54,7 +54,7 @@ PROGRESS_FILE = "progress.jsonl"
 
 @dataclass
 class Plan:
-    """What to build: sources, how they are read and split, and which tokenizer."""
+    """A build to be done: its sources, how to read and split them, and the tokenizer."""
 
     config: DataConfig
     sources: list[Source]

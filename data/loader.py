@@ -76,7 +76,7 @@ def stack(rows: Sequence[Row]) -> Batch:
     return tuple(torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
 
 
-# Which window comes when, by arithmetic: nothing is stored or replayed, so window 10^12 costs what
+# The order of windows, by arithmetic: nothing is stored or replayed, so window 10^12 costs what
 # window 0 costs.
 
 ROUNDS = 6

@@ -320,7 +320,7 @@ def _try(plan: Plan, tokenizer: Tokenizer, say: Say) -> None:
 
 @dataclass(frozen=True)
 class Actions:
-    """What to do instead of preparing."""
+    """Actions other than preparing."""
 
     dry_run: Annotated[bool, "show what would be done, without doing it"] = False
     verify: Annotated[bool, "check every byte of the prepared data"] = False

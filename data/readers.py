@@ -97,7 +97,7 @@ class ReadOptions(NamedTuple):
     n_ids: int = 0  # size of the vocabulary if the source holds ids instead of text
 
 
-# What a file holds
+# The kind of a file
 
 
 def suffix_of(file: Path) -> str:

@@ -125,7 +125,7 @@ def attention_dropout(config: ModelConfig) -> float:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is chosen. The defaults sample from the model's own distribution."""
+    """Choice of the next token. The defaults sample from the model's own distribution."""
 
     temperature: Annotated[float, "0: always the most likely token; 1: the model's own odds"] = 1.0
     top_k: Annotated[int, "sample among the k most likely tokens (0: all)"] = 0

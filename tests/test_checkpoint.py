@@ -83,7 +83,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# What is loaded
+# Loading
 
 
 def test_what_is_loaded_is_what_was_saved(save):
@@ -391,12 +391,12 @@ def test_what_a_kill_left_is_removed_and_a_users_files_stay(save, tmp_path):
     assert (tmp_path / "kept").is_dir()
 
 
-# What is on disk, and when
+# The order of writes, syncs and renames
 
 
 @pytest.fixture
 def happened(monkeypatch):
-    """What was done, in order: ("sync", inode, size at that time) and ("rename", target)."""
+    """Record the calls in order: ("sync", inode, size at that time) and ("rename", target)."""
     fsync, rename, replace, seen = os.fsync, os.rename, os.replace, []
 
     def record(handle: int) -> None:
