@@ -38,17 +38,20 @@ SPINE = {
 # were mended: data kept by content, with a list and removal; sources of every common kind; a resume
 # rule for each option; saving on the way out. These, and the playground (450 lines), are why it is
 # more. A pass through every file that took nothing away that works found 5% to spare, not 35%.
+#
+# Since then the aim is raised for: training on a text without a config, the live page, use from
+# Python, and conversations (a mask beside the ids, chat templates).
 LINES = {
-    "spine": 3800,
-    "cli": 850,
-    "model": 2000,
-    "data": 4400,
-    "training": 5900,
-    "tools": 2000,  # without tools/bench: evidence for the README's figures, not used by a run
-    "config": 200,
-    "product": 15400,  # everything but tools/bench
+    "spine": 3900,
+    "cli": 1000,
+    "model": 2300,
+    "data": 5300,
+    "training": 6500,
+    "tools": 3000,  # without tools/bench: evidence for the README's figures, not used by a run
+    "config": 280,
+    "product": 18300,  # everything but tools/bench
 }
-PRODUCT_FILES = 80
+PRODUCT_FILES = 100
 LONGEST_FUNCTION = 60
 LONGEST_MAIN = 90  # train.py's, which reads from top to bottom
 OWN_IMPORTS = 10  # own modules that one file may import
