@@ -7,15 +7,14 @@ of the machine and other web pages cannot use it. Needs the packages starlette a
 from __future__ import annotations
 
 import secrets
-import socket
 from dataclasses import dataclass
 from typing import Annotated
 
 from cli.command import run_command
 from cli.options import ConfigError, parse_options
+from cli.web import address_of, make_server, open_listener, port_problems, require_packages
 
 USAGE = "python -m tools.play RUN [RUN], for example: python -m tools.play out/small"
-HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,7 @@ class PlayOptions:
     device: Annotated[str, "auto, cpu, cuda, cuda:N or mps"] = "auto"
 
     def problems(self) -> list[str]:
-        if not 0 <= self.port < 1 << 16:
-            return [f"port={self.port}: must be in [0, 65535]; 0 takes any free port"]
-        return []
+        return port_problems(self.port)
 
 
 def main(argv: list[str]) -> int:
@@ -37,13 +34,7 @@ def main(argv: list[str]) -> int:
     options, runs = parse_options(argv, PlayOptions, usage=USAGE, positionals=["RUN..."])
     if len(runs) > 2:
         raise ConfigError(f"{len(runs)} models given: the playground shows one or two")
-    try:
-        import starlette  # noqa: F401
-        import uvicorn
-    except ImportError as error:
-        raise ConfigError(
-            f"the playground needs the package {error.name}: pip install starlette uvicorn"
-        ) from error
+    require_packages("the playground")
 
     from tools.play.server import make_app
     from tools.play.session import Session
@@ -54,19 +45,10 @@ def main(argv: list[str]) -> int:
     sessions = [Session(run, *find_weights(run, options.which).load(device)) for run in runs]
     secret = secrets.token_urlsafe(16)
     app = make_app(sessions, secret)
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((HOST, options.port))
-    except OSError as error:
-        raise ConfigError(
-            f"port={options.port}: cannot be opened ({error.strerror}); --port=0 takes a free one"
-        ) from error
-    with listener:
-        address = f"http://{HOST}:{listener.getsockname()[1]}/?token={secret}"
+    with open_listener(options.port) as listener:
+        address = address_of(listener, secret)
         print(f"playground: {address}\nCtrl-C ends it", flush=True)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False))
-        server.run(sockets=[listener])
+        make_server(app).run(sockets=[listener])
     return 0
 
 

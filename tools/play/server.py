@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from cli.options import ConfigError
+from cli.web import HEADERS, check_request, page_headers
 from model.config import SamplingConfig
 from tools.play.session import Session
 
@@ -30,17 +30,6 @@ PAGE = "play.html"
 MOST_BYTES = 1 << 20  # of a request
 MOST_CHARACTERS = 100_000  # of a prompt
 MOST_TOKENS = 2_000  # of one answer, and of ids sent back
-HOSTS = ("127.0.0.1", "localhost")
-# The page is one file: it loads nothing, and no text in it can run.
-HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
-POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 
 def make_app(sessions: Sequence[Session], secret: str) -> Starlette:
@@ -51,15 +40,10 @@ def make_app(sessions: Sequence[Session], secret: str) -> Starlette:
         return await asyncio.get_running_loop().run_in_executor(pool, call, *args)
 
     async def page(request: Request) -> Response:
-        _check_host(request)
-        if not secrets.compare_digest(request.query_params.get("token", ""), secret):
-            raise HTTPException(
-                403, "the token is missing: open the address as tools.play printed it"
-            )
-        nonce = secrets.token_urlsafe(12)
+        check_request(request, request.query_params.get("token", ""), secret)
+        nonce, headers = page_headers()
         template = Path(__file__).with_name(PAGE).read_text(encoding="utf-8")
-        policy = {"Content-Security-Policy": POLICY.format(nonce=nonce)}
-        return HTMLResponse(template.replace("@NONCE@", nonce), headers={**HEADERS, **policy})
+        return HTMLResponse(template.replace("@NONCE@", nonce), headers=headers)
 
     async def about(request: Request) -> Response:
         _check(request, secret)
@@ -107,15 +91,8 @@ async def _told(request: Request, error: Exception) -> Response:
     return Response(str(error), 400, HEADERS, "text/plain; charset=utf-8")
 
 
-def _check_host(request: Request) -> None:
-    if request.url.hostname not in HOSTS:
-        raise HTTPException(403, "this server answers requests to 127.0.0.1 only")
-
-
 def _check(request: Request, secret: str) -> None:
-    _check_host(request)
-    if not secrets.compare_digest(request.headers.get("x-token", ""), secret):
-        raise HTTPException(403, "the token of this playground is missing or wrong")
+    check_request(request, request.headers.get("x-token", ""), secret)
 
 
 async def _asked(
