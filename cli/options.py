@@ -191,7 +191,19 @@ def typed_text(value: Any) -> str:
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value) or '""'
 
 
-# Ranges, for the `problems()` of a section
+# Types and ranges, for the `problems()` of a section
+
+
+def wrong_types(section: str, config: Any) -> list[str]:
+    """Return one line per field whose value is not of its declared type."""
+    found = []
+    for option in _options_of(section, type(config)):
+        try:
+            conform(option.annotation, getattr(config, option.name), option.full_name)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
 
 Rule = tuple[str, Callable[[Any], bool]]  # what is allowed, and the test of it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from cli.options import ConfigError
+from cli.options import ConfigError, wrong_types
 
 DROPOUTS = ("dropout", "attention_dropout")  # these belong to training, not to the weights
 
@@ -26,7 +26,7 @@ class ModelConfig:
     d_head: Annotated[int | None, "width of a head; default: d_model / n_heads", "fixed"] = None
     d_mlp: Annotated[
         int | None,
-        "hidden width of the MLP; default: 4 x d_model (swiglu: 8/3 x, rounded up)",
+        "hidden width of the MLP; default: 4 x d_model (gated: 8/3 x, rounded up)",
         "fixed",
     ] = None
     context_length: Annotated[int, "longest sequence the model sees, in tokens", "fixed"] = 256
@@ -57,7 +57,8 @@ class ModelConfig:
 
     def problems(self) -> list[str]:
         """Return all mistakes in these values, as messages; empty if there are none."""
-        found = []
+        if found := wrong_types("model", self):
+            return found
         for name in ("n_layers", "n_heads", "d_model", "context_length", "rope_original_context"):
             if getattr(self, name) < 1:
                 found.append(f"model.{name}={getattr(self, name)}: must be at least 1")
@@ -90,23 +91,29 @@ class ModelConfig:
             found.append("model.rope_scaling=llama3 needs model.position=rope")
         return found
 
-    def resolved(self, vocab_size: int) -> ModelConfig:
+    def resolved(self, vocab_size: int | None = None) -> ModelConfig:
         """Return this config with every derived value filled in.
 
         vocab_size: number of ids the tokenizer has; a larger `vocab_size` in this config (padding
-            for the hardware) is kept.
+            for the hardware) is kept. Default: the config's own.
 
-        Raises ConfigError if `vocab_size` in this config is smaller than the tokenizer's.
+        Raises ConfigError if `vocab_size` in this config is smaller than the tokenizer's, and if
+        neither is given.
         """
-        if self.vocab_size is not None and self.vocab_size < vocab_size:
+        from model.layers import MLPS  # here: reading a config does not need torch
+
+        known = self.vocab_size or vocab_size
+        if known is None:
+            raise ConfigError("model.vocab_size=none: give a size, for example vocab_size=257")
+        if vocab_size is not None and known < vocab_size:
             raise ConfigError(
                 f"model.vocab_size={self.vocab_size}: the tokenizer has {vocab_size} ids; "
                 f"use at least {vocab_size}, or none"
             )
         d_mlp = 4 * self.d_model
-        if self.mlp == "swiglu":
-            # SwiGLU has three matrices instead of two: 8/3 in place of 4 keeps the number of
-            # parameters (Shazeer 2020). Rounded up to a multiple that matrix units like.
+        if MLPS[self.mlp].gated:
+            # A gate makes three matrices of two: 8/3 in place of 4 keeps the number of parameters
+            # (Shazeer 2020). Rounded up to a multiple that matrix units like.
             multiple = 64 if self.d_model >= 64 else 8
             d_mlp = -(-8 * self.d_model // (3 * multiple)) * multiple
         return replace(
@@ -114,7 +121,7 @@ class ModelConfig:
             n_kv_heads=self.n_kv_heads or self.n_heads,
             d_head=self.d_head or self.d_model // self.n_heads,
             d_mlp=self.d_mlp or d_mlp,
-            vocab_size=self.vocab_size or vocab_size,
+            vocab_size=known,
         )
 
 
@@ -136,7 +143,8 @@ class SamplingConfig:
 
     def problems(self) -> list[str]:
         """Return all mistakes in these values, as messages."""
-        found = []
+        if found := wrong_types("", self):
+            return found
         # The bounds of temperature and penalty keep float32 logits from overflowing.
         if self.temperature != 0.0 and not 1e-6 <= self.temperature <= 1e6:
             found.append(f"temperature={self.temperature}: must be 0 (greedy) or in [1e-6, 1e6]")

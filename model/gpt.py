@@ -10,11 +10,14 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from cli.options import ConfigError
 from model.attention import ATTENTION, Attend, CausalSelfAttention, KVCache, Rotation
 from model.config import ModelConfig
 from model.layers import MLPS, NORMS
@@ -36,7 +39,7 @@ class Block(nn.Module):
         self.attn_norm = norm(config.d_model, config.norm_eps, config.bias)
         self.attn = CausalSelfAttention(config, layer, attention)
         self.mlp_norm = norm(config.d_model, config.norm_eps, config.bias)
-        self.mlp = MLPS[config.mlp](config)
+        self.mlp = MLPS[config.mlp](config.d_model, config.d_mlp, config.bias)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(
@@ -51,33 +54,40 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole decoder.
+    """The whole decoder, ready to train: `GPT(ModelConfig(vocab_size=257))`.
 
     attention: the backend that the layers use, a name in `ATTENTION`.
-    Raises ValueError if `config` is not resolved (`ModelConfig.resolved`).
+    seed: of the initial weights, see `initial_weight`. None leaves their values undefined, for a
+        model whose weights are about to be loaded.
+    Raises ConfigError for a config with problems, or without vocab_size.
     """
 
-    def __init__(self, config: ModelConfig, attention: str = "sdpa") -> None:
+    def __init__(
+        self, config: ModelConfig, attention: str = "sdpa", *, seed: int | None = 0
+    ) -> None:
         super().__init__()
-        if None in (config.n_kv_heads, config.d_head, config.d_mlp, config.vocab_size):
-            raise ValueError(f"GPT needs a resolved config (ModelConfig.resolved): {config}")
-        self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.d_model)
-        self.rope = Rope(config) if config.position == "rope" else None
-        self.positions = (
-            nn.Embedding(config.context_length, config.d_model)
-            if config.position == "learned"
-            else None
-        )
-        self.drop = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(Block(config, i, attention) for i in range(config.n_layers))
-        self.norm = NORMS[config.norm](config.d_model, config.norm_eps, config.bias)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else nn.Linear(config.d_model, config.vocab_size, bias=False)
-        )
+        if problems := config.problems():
+            raise ConfigError(problems)
+        self.config = config = config.resolved()
+        with _WithoutDraws():
+            self.embed = nn.Embedding(config.vocab_size, config.d_model)
+            self.rope = Rope(config) if config.position == "rope" else None
+            self.positions = (
+                nn.Embedding(config.context_length, config.d_model)
+                if config.position == "learned"
+                else None
+            )
+            self.drop = nn.Dropout(config.dropout)
+            self.layers = nn.ModuleList(Block(config, i, attention) for i in range(config.n_layers))
+            self.norm = NORMS[config.norm](config.d_model, config.norm_eps, config.bias)
+            self.head = (
+                None
+                if config.tie_embeddings
+                else nn.Linear(config.d_model, config.vocab_size, bias=False)
+            )
         self.loss = CrossEntropy()
+        if seed is not None and not self.embed.weight.is_meta:  # "meta" tensors have no values
+            self.init_weights(seed)
 
     @property
     def head_weight(self) -> Tensor:
@@ -157,9 +167,9 @@ class GPT(nn.Module):
         # identity, so the scale of the stream does not grow with depth. (GPT-2 has the same aim
         # when it divides their std by sqrt(2 L).)
         if name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
-            return torch.zeros(shape)
+            return torch.zeros(shape, dtype=torch.float32, device="cpu")
         if len(shape) == 1:  # a norm's weight
-            return torch.ones(shape)
+            return torch.ones(shape, dtype=torch.float32, device="cpu")
         if name == "head.weight":
             std = 0.2 / math.sqrt(C)  # small: all logits start near 0, so the first loss is ln V
         elif name not in ("embed.weight", "positions.weight"):
@@ -176,7 +186,8 @@ class GPT(nn.Module):
             std = min(max(0.5, math.log(V) - 3.0), 0.3 * math.sqrt(C)) / C
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         rng = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-        return torch.empty(shape).normal_(0.0, std, generator=rng)
+        values = torch.empty(shape, dtype=torch.float32, device="cpu")
+        return values.normal_(0.0, std, generator=rng)
 
     def parameter_count(self) -> int:
         """Return the number of parameters, each counted once (a tied head is the embedding)."""
@@ -193,6 +204,22 @@ class GPT(nn.Module):
         matrices = sum(p.numel() for p in self.layers.parameters() if p.dim() == 2)
         matrices += config.vocab_size * config.d_model
         return 6 * matrices + 12 * config.n_layers * config.n_heads * config.d_head * T
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Skip the random values that nn.Linear and nn.Embedding draw when they are made.
+
+    GPT sets every value by its own rule or leaves it to a checkpoint, so theirs would cost time and
+    move torch's random state for nothing.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return kwargs.get("tensor", args[0] if args else None)
+        return func(*args, **kwargs)
 
 
 def positions_within(documents: Tensor) -> Tensor:

@@ -1,12 +1,15 @@
-"""Norms and MLPs. To add one: write the module, name it in the dict below and in ModelConfig."""
+"""Norms and MLPs.
+
+To add one: write the class, put it into the dict at the end of this file, and add its name to the
+choices in ModelConfig. An MLP is (B, T, C) -> (B, T, C); its last projection is `down_proj`, which
+starts at 0, and `gated` says whether two projections are multiplied, see ModelConfig.resolved.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from model.config import ModelConfig
 
 
 # While training on a CPU, model/fast.py may replace the forward and backward pass of this class.
@@ -48,11 +51,13 @@ class SwiGLU(nn.Module):
     The gate decides, unit by unit and token by token, how much of `up` passes.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    gated = True
+
+    def __init__(self, d_model: int, d_mlp: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.d_model, config.d_mlp, bias=config.bias)
-        self.up_proj = nn.Linear(config.d_model, config.d_mlp, bias=config.bias)
-        self.down_proj = nn.Linear(config.d_mlp, config.d_model, bias=config.bias)
+        self.gate_proj = nn.Linear(d_model, d_mlp, bias=bias)
+        self.up_proj = nn.Linear(d_model, d_mlp, bias=bias)
+        self.down_proj = nn.Linear(d_mlp, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.silu(self.gate_proj(x)) * self.up_proj(x)  # (B, T, C) -> (B, T, M)
@@ -62,12 +67,13 @@ class SwiGLU(nn.Module):
 class GELU(nn.Module):
     """down(gelu(up(x))), with GPT-2's tanh approximation of GELU (Hendrycks & Gimpel 2016)."""
 
+    gated = False
     approximate = "tanh"
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, d_model: int, d_mlp: int, bias: bool = False) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(config.d_model, config.d_mlp, bias=config.bias)
-        self.down_proj = nn.Linear(config.d_mlp, config.d_model, bias=config.bias)
+        self.up_proj = nn.Linear(d_model, d_mlp, bias=bias)
+        self.down_proj = nn.Linear(d_mlp, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.up_proj(x), approximate=self.approximate)  # (B, T, M)
@@ -83,10 +89,12 @@ class GELUErf(GELU):
 class ReLU2(nn.Module):
     """down(relu(up(x))^2) (So et al. 2021, "Primer")."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    gated = False
+
+    def __init__(self, d_model: int, d_mlp: int, bias: bool = False) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(config.d_model, config.d_mlp, bias=config.bias)
-        self.down_proj = nn.Linear(config.d_mlp, config.d_model, bias=config.bias)
+        self.up_proj = nn.Linear(d_model, d_mlp, bias=bias)
+        self.down_proj = nn.Linear(d_mlp, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.relu(self.up_proj(x))  # (B, T, M)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cli.options import ConfigError
 from model.attention import KVCache
 from model.config import ModelConfig
 from model.gpt import GPT, positions_within
@@ -21,9 +22,7 @@ GPT2 = dict(norm="layer", mlp="gelu", position="learned", qk_norm=False, bias=Tr
 
 def make_model(vocab_size=20, seed=0, attention="sdpa", **given) -> GPT:
     sizes = dict(n_layers=2, n_heads=4, d_model=32, context_length=16)
-    model = GPT(ModelConfig(**(sizes | given)).resolved(vocab_size), attention)
-    model.init_weights(seed)
-    return model
+    return GPT(ModelConfig(**(sizes | given), vocab_size=vocab_size), attention, seed=seed)
 
 
 def perturb(model: GPT, by: float = 0.1) -> GPT:
@@ -215,12 +214,74 @@ def test_dropout_is_for_training_and_drawn_from_the_seed():
     assert torch.equal(model(tokens), model(tokens))
 
 
-def test_a_long_window_and_an_unresolved_config_are_refused():
-    model = make_model()
+def test_a_window_longer_than_the_context_is_refused():
     with pytest.raises(ValueError, match=re.escape("17 tokens exceed model.context_length=16")):
-        model(torch.zeros(1, 17, dtype=torch.long))
-    with pytest.raises(ValueError, match="resolved"):
-        GPT(ModelConfig())
+        make_model()(torch.zeros(1, 17, dtype=torch.long))
+
+
+def test_a_model_made_in_python_is_resolved_and_has_its_initial_weights():
+    torch.manual_seed(0)
+    state = torch.random.get_rng_state()
+    config = ModelConfig(vocab_size=50, n_layers=2, bias=True)
+    model, other = GPT(config), GPT(config, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), state)  # none of torch's own draws
+    assert model.config == config.resolved(50)
+    assert (model.config.d_head, model.config.d_mlp, model.config.n_kv_heads) == (32, 384, 4)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, model.initial_weight(name, 0)), name
+        assert torch.equal(other.get_parameter(name), model.initial_weight(name, 1)), name
+        assert p.requires_grad
+
+
+def test_initial_weights_are_float32_whatever_torchs_defaults_are():
+    expected = GPT(ModelConfig(vocab_size=50, n_layers=1))
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")  # as a notebook sets "cuda"
+    try:
+        for name, p in expected.named_parameters():
+            assert torch.equal(expected.initial_weight(name, 0), p), name
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_weights_that_will_be_loaded_are_not_drawn(seed, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(GPT, "initial_weight", lambda self, name, seed: drawn.append(name))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)
+    model = GPT(ModelConfig(vocab_size=50, n_layers=1), seed=seed)
+    assert drawn == ([] if seed is None else [name for name, _ in model.named_parameters()])
+    with torch.device("meta"):
+        drawn.clear()
+        assert GPT(ModelConfig(vocab_size=50)).embed.weight.is_meta
+    assert not drawn
+
+
+@pytest.mark.parametrize(
+    ("values", "problems"),
+    [
+        ({}, ["model.vocab_size=none: give a size, for example vocab_size=257"]),
+        (
+            dict(vocab_size=5, mlp="silu", n_layers=2.0),
+            [
+                "model.n_layers=2.0: must be a whole number (such as 1000 or 1e3)",
+                "model.mlp='silu': must be swiglu or gelu or gelu_erf or relu2",
+            ],
+        ),
+        (
+            dict(vocab_size=5, d_model=100, n_heads=3),
+            [
+                "model.d_model=100 is not a multiple of model.n_heads=3: change one of them, or "
+                "set model.d_head"
+            ],
+        ),
+    ],
+)
+def test_a_config_with_mistakes_is_refused(values, problems):
+    with pytest.raises(ConfigError) as refused:
+        GPT(ModelConfig(**values))
+    assert refused.value.problems == problems
 
 
 def test_backends_can_be_switched():

@@ -1,6 +1,7 @@
 """Norms and MLPs: each compared with its formula in float64.
 
-The formula of a new MLP goes here; test_one_forward.py covers every entry of MLPS by itself.
+The formula of a new MLP goes into HIDDEN; the tests here, in test_gpt.py and in test_one_forward.py
+find every entry of MLPS by themselves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.config import ModelConfig
 from model.fast import FastRMSNorm, RMSNormFunction
+from model.gpt import GPT
+from model.inspect import meta_model, parameters_by_part
 from model.layers import MLPS, NORMS, LayerNorm, RMSNorm
 
 
@@ -95,30 +98,68 @@ def test_rms_norm_of_tiny_and_huge_values_is_finite(scale):
     assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", MLPS)
-def test_an_mlp_equals_its_formula(name, bias):
-    mlp = MLPS[name](ModelConfig(d_model=8, n_heads=1, mlp=name, bias=bias).resolved(10)).double()
+# The formula of each MLP, from up = x U or, gated, from gate = x G and up = x U, up to the last
+# projection. A new MLP needs a line here.
+HIDDEN = {
+    "swiglu": lambda gate, up: gate / (1 + torch.exp(-gate)) * up,
+    "gelu": lambda up: (
+        0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+    ),
+    "gelu_erf": lambda up: 0.5 * up * (1 + torch.erf(up / math.sqrt(2))),
+    "relu2": lambda up: up.clamp(min=0) ** 2,
+}
+each_mlp = pytest.mark.parametrize("name", MLPS)
+
+
+def random_mlp(name: str, bias: bool) -> torch.nn.Module:
+    """Return an MLP of width 8 and 12 in float64, all of whose values matter."""
+    mlp = MLPS[name](8, 12, bias).double()
     for seed, p in enumerate(mlp.parameters()):
         p.data = randn(*p.shape, seed=seed)
-    x = randn(2, 3, 8, seed=9)
+    return mlp
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@each_mlp
+def test_an_mlp_equals_its_formula(name, bias):
+    assert name in HIDDEN, f"tests/test_layers.py: HIDDEN has no formula for {name}"
+    mlp, x = random_mlp(name, bias), randn(2, 3, 8, seed=9)
 
     def linear(which: str, x):
         layer = getattr(mlp, which)
+        assert (layer.bias is not None) == bias
         return x @ layer.weight.T + (layer.bias if bias else 0.0)
 
-    up = linear("up_proj", x)
-    if name == "swiglu":
-        gate = linear("gate_proj", x)
-        hidden = gate / (1 + torch.exp(-gate)) * up
-    elif name == "gelu":
-        hidden = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
-    elif name == "gelu_erf":
-        hidden = 0.5 * up * (1 + torch.erf(up / math.sqrt(2)))
-    else:
-        hidden = up.clamp(min=0) ** 2
-    torch.testing.assert_close(mlp(x), linear("down_proj", hidden))
-    assert (mlp.down_proj.bias is not None) == bias
+    inputs = [linear(which, x) for which in ["gate_proj"] * mlp.gated + ["up_proj"]]
+    torch.testing.assert_close(mlp(x), linear("down_proj", HIDDEN[name](*inputs)))
+    assert len(list(mlp.parameters())) == (len(inputs) + 1) * (1 + bias)  # and no other
+
+
+@each_mlp
+def test_the_gradient_of_an_mlp_is_that_of_its_differences(name):
+    mlp, x = random_mlp(name, bias=True), randn(2, 3, 8, seed=9).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, *_: mlp(x), (x, *mlp.parameters()))
+
+
+@each_mlp
+def test_an_mlp_adds_nothing_at_first_and_passes_a_gradient_on(name):
+    """Its last projection starts at zero: the block is the identity, and can leave it."""
+    model = GPT(ModelConfig(n_layers=1, n_heads=2, d_model=16, mlp=name, vocab_size=10))
+    mlp = model.layers[0].mlp
+    out = mlp(torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0)))
+    assert not out.any()
+    out.sum().backward()
+    assert mlp.down_proj.weight.grad.abs().sum() > 0
+
+
+@each_mlp
+def test_the_default_width_keeps_the_number_of_parameters(name):
+    """That of two matrices of C x 4C, to 2%, gated or not; the planner counts the same."""
+    config = ModelConfig(n_layers=1, n_heads=4, d_model=768, mlp=name, vocab_size=10).resolved()
+    counted = parameters_by_part(meta_model(config))["mlp"]
+    assert counted == (3 if MLPS[name].gated else 2) * 768 * config.d_mlp
+    assert counted == pytest.approx(2 * 768 * 3072, rel=0.02)
+    assert sum(p.numel() for p in MLPS[name](768, config.d_mlp, False).parameters()) == counted
 
 
 def test_every_choice_of_the_config_has_its_module():
@@ -132,7 +173,7 @@ def test_every_choice_of_the_config_has_its_module():
     + [("swiglu", 256, 704), ("swiglu", 4096, 10944), ("swiglu", 16, 48)],
 )
 def test_the_default_width_of_the_mlp(mlp, d_model, d_mlp):
-    """4 x; for swiglu 8/3 x, rounded up to a multiple of 64 (narrow models: of 8)."""
+    """4 x; gated 8/3 x, rounded up to a multiple of 64 (narrow models: of 8)."""
     assert ModelConfig(d_model=d_model, mlp=mlp).resolved(10).d_mlp == d_mlp
     assert ModelConfig(d_model=d_model, mlp=mlp, d_mlp=99).resolved(10).d_mlp == 99
 

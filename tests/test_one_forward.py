@@ -100,12 +100,14 @@ def test_your_own_class_is_left_alone():
 
 
 class Experts(nn.Module):
-    """An MLP as a reader may write one: sizes by name, children in a list, a mode."""
+    """An MLP as a reader may write one: a width of its own, children in a list, a mode."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    gated = False
+
+    def __init__(self, d_model: int, d_mlp: int, bias: bool) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(config.d_model, 24) for _ in range(2))
-        self.down_proj = nn.Linear(24, config.d_model)
+        self.experts = nn.ModuleList(nn.Linear(d_model, 24) for _ in range(2))
+        self.down_proj = nn.Linear(24, d_model)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, T, C = x.shape

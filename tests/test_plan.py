@@ -92,10 +92,12 @@ def test_gradients_that_are_held_while_the_last_is_computed(M, held):
 class Branches(nn.Module):
     """An MLP of the user's own: child modules in a list, 3-D shapes, another path in training."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    gated = True  # as wide as swiglu, which it replaces
+
+    def __init__(self, d_model: int, d_mlp: int, bias: bool) -> None:
         super().__init__()
-        self.ups = nn.ModuleList(nn.Linear(config.d_model, config.d_mlp) for _ in range(3))
-        self.down_proj = nn.Linear(config.d_mlp, config.d_model)
+        self.ups = nn.ModuleList(nn.Linear(d_model, d_mlp) for _ in range(3))
+        self.down_proj = nn.Linear(d_mlp, d_model)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, T, C = x.shape
@@ -106,12 +108,14 @@ class Branches(nn.Module):
 class Routed(nn.Module):
     """An MLP for some of the tokens: its shapes depend on values."""
 
+    gated = False
+
     def choose(self, x: torch.Tensor) -> int:
         return len((x[..., 0] < 1e9).nonzero())
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, d_model: int, d_mlp: int, bias: bool) -> None:
         super().__init__()
-        self.down_proj = nn.Linear(config.d_model, config.d_model)
+        self.down_proj = nn.Linear(d_model, d_model)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down_proj(x.flatten(0, 1)[: self.choose(x)]).view(x.shape)
@@ -129,6 +133,7 @@ def _mlps_of_our_own(monkeypatch):
     monkeypatch.setitem(MLPS, "branches", Branches)
     monkeypatch.setitem(MLPS, "routed", Routed)
     monkeypatch.setitem(MLPS, "counted", Counted)
+    monkeypatch.setattr("model.config.wrong_types", lambda *given: [])  # not among the choices
 
 
 def autograd_bytes(config: Config) -> int:

@@ -156,8 +156,8 @@ def _count_without_memory(
 
     narrow = torch.float32 if dtype == torch.float32 else torch.bfloat16  # float16 has its size
 
-    def count(stand_ins: bool) -> tuple[int, int]:
-        model = GPT(config, attention)
+    def count(stand_ins: bool, seed: int | None = None) -> tuple[int, int]:
+        model = GPT(config, attention, seed=seed)
         if stand_ins:
             _use_gpu_stand_ins(model, attention)
         else:
@@ -172,7 +172,7 @@ def _count_without_memory(
         fake_tensor.DynamicOutputShapeException,
         fake_tensor.DataDependentOutputException,
     ):  # a module that looks at values, such as a router, needs values
-        return count(stand_ins=False)
+        return count(stand_ins=False, seed=0)
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -305,7 +305,7 @@ def attempt(config: Config, size: int, ranks: Ranks) -> bool:
     mine = config.data.global_batch // ranks.world // size  # micro-batches per step on this rank
     exact = reduction_at(config, size, ranks) == "exact"
     try:
-        model = GPT(config.model, config.run.attention).to(device)
+        model = GPT(config.model, config.run.attention, seed=None).to(device)
         speed_up(model)
         # The optimizer's two slots, the send buffer if there are several ranks, partial sums.
         slots = 2 + (ranks.world > 1) + (partial_sums(mine) if exact else 0)

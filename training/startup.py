@@ -71,9 +71,8 @@ def prepare_process(config: Config) -> None:
 
 def build_model(config: Config, ranks: Ranks) -> GPT:
     """Return the model with initial weights drawn from the seed, on this rank's device."""
-    model = GPT(config.model, config.run.attention)
+    model = GPT(config.model, config.run.attention, seed=config.run.seed)
     speed_up(model)  # hand-written kernels for training on a CPU; see model/fast.py
-    model.init_weights(config.run.seed)
     return model.to(ranks.device)
 
 

@@ -45,7 +45,7 @@ class Weights:
 
         Raises DamagedCheckpoint or DamagedFolder if something is damaged.
         """
-        model = GPT(self.config, pick_attention("auto", device))
+        model = GPT(self.config, pick_attention("auto", device), seed=None)
         load_model_tensors(model, self.tensors(), str(self.path))
         return model.to(device).eval(), load_tokenizer(self.tokenizer)
 
