@@ -267,8 +267,45 @@ def test_a_missing_file_is_named_with_the_shipped_ones(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError) as caught:
         load_config([path, "--lr=x"])
-    assert "no such file; there are config/debug.py, " in str(caught.value)
+    assert "no such file or config (configs: debug, " in str(caught.value)
     assert "optim.lr=x" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("smal", "small"),
+        ("smal.py", "small"),
+        ("shakespear_char", "shakespeare_char or shakespeare_char_cpu"),
+        ("my_txt.txt", "my_text.txt"),
+        ("notes/to_do.txt", "notes/todo.txt"),
+        ("zebra", None),
+    ],
+)
+def test_a_missing_file_gets_the_nearest_name(name, meant, tmp_path, monkeypatch):
+    (tmp_path / "notes").mkdir()
+    for text in ("my_text.txt", "notes/todo.txt"):
+        (tmp_path / text).write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_config([name])
+    hint = f"; did you mean {meant}? (configs: " if meant else " (configs: "
+    assert f"CONFIG={name}: no such file or config{hint}" in str(caught.value)
+
+
+def test_a_shipped_config_is_found_by_name_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(["small"]).run.out_dir == "out/small"
+    assert load_config(["small"]) == load_config([str(ROOT / "config/small.py")])
+    monkeypatch.chdir(ROOT)
+    assert load_config(["config/small"]) == load_config(["small"])
+
+
+def test_a_config_of_ones_own_comes_before_a_shipped_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/small.py").write_text(PLAIN + "config = Config(run=RunConfig(seed=7))\n")
+    assert load_config(["small"]).run.seed == 7
 
 
 def test_no_file_gives_the_usage():

@@ -18,10 +18,7 @@ if TYPE_CHECKING:  # torch is imported once the command line is known to be righ
     from data.meta import Meta
     from model.gpt import GPT
 
-USAGE = (
-    "python -m tools.plan CONFIG [--name=value ...], "
-    "for example: python -m tools.plan config/small.py"
-)
+USAGE = "python -m tools.plan CONFIG [--name=value ...], for example: python -m tools.plan small"
 COMPUTE_OPTIMAL = 20  # tokens per parameter (Hoffmann et al. 2022, "Chinchilla")
 
 # GPUs of training.device.PEAKS to show, with their memory in GB.

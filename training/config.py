@@ -8,12 +8,13 @@ saved with the run:                  run.json, read back without executing any P
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 import os
 import re
 import runpy
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -281,10 +282,8 @@ def _conform_all(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[
 
 # From a command line
 
-USAGE = (
-    "python train.py CONFIG [--name=value ...], "
-    "for example: python train.py config/small.py --lr=3e-4"
-)
+USAGE = "python train.py CONFIG [--name=value ...], for example: python train.py small --lr=3e-4"
+CONFIGS = Path(__file__).parents[1] / "config"  # a file in it may be named without folder and .py
 
 # Names that other projects use: for suggestions only.
 ELSEWHERE = {
@@ -318,8 +317,13 @@ class CommandOptions:
     print_config: Annotated[bool, "print the config as run.json will hold it, and stop"] = False
 
 
-def load_config(argv: Sequence[str], *, usage: str = USAGE) -> Config:
+Choose = Callable[[str, Mapping[str, Any]], "Config"]  # (text, typed options) -> config
+
+
+def load_config(argv: Sequence[str], *, usage: str = USAGE, choose: Choose | None = None) -> Config:
     """Read the config file named on the command line and apply the overrides that follow it.
+
+    choose: returns the config for a text that is named instead of a config file.
 
     Prints and exits 0 for --help (CONFIG may be left out) and --print_config.
     Raises ConfigError listing all problems at once.
@@ -329,11 +333,16 @@ def load_config(argv: Sequence[str], *, usage: str = USAGE) -> Config:
     given = parse_arguments(argv, sections, positionals=["CONFIG"], hints=ELSEWHERE)
     if not given.positionals:
         raise ConfigError([*given.problems, f"usage: {usage}"])
+    typed = {f"{name}.{leaf}": v for name in SECTIONS for leaf, v in given.values[name].items()}
+    name = given.positionals[0]
+    path = config_path(name)
     try:
-        in_file = read_config(Path(given.positionals[0]))
+        if path is None and choose is not None and not given.problems:
+            in_file = choose(name, typed)
+        else:
+            in_file = read_config(path or Path(name))
     except ConfigError as error:
         raise ConfigError([*given.problems, *error.problems]) from error
-    typed = {f"{name}.{leaf}": v for name in SECTIONS for leaf, v in given.values[name].items()}
     config, problems = _conformed(with_values(in_file, typed))
     if problems := given.problems + problems:
         raise ConfigError(problems)
@@ -344,6 +353,20 @@ def load_config(argv: Sequence[str], *, usage: str = USAGE) -> Config:
     return config
 
 
+def config_path(name: str) -> Path | None:
+    """Return the config file called `config/small.py`, `config/small` or `small`; None without one.
+
+    The bare word comes before a text of that name, which is `./small`.
+    """
+    if name.endswith(".py"):
+        found = [Path(name)]
+    elif re.fullmatch(r"\w+", name):
+        found = [Path("config", f"{name}.py"), CONFIGS / f"{name}.py"]
+    else:
+        found = [] if os.path.exists(name) else [Path(f"{name}.py")]
+    return next((path for path in found if os.path.isfile(path)), None)
+
+
 def read_config(path: Path) -> Config:
     """Run the Python file at `path` and return what it binds to `config`, not yet checked.
 
@@ -352,8 +375,7 @@ def read_config(path: Path) -> Config:
     mistake: it would have no effect.
     """
     if not os.path.isfile(path):
-        shipped = ", ".join(sorted(str(file) for file in Path("config").glob("*.py")))
-        raise ConfigError(f"CONFIG={path}: no such file; there are {shipped or 'no configs here'}")
+        raise ConfigError(no_such_config(str(path)))
     _refuse_unused_names(path)
     try:
         config = runpy.run_path(str(path)).get("config")
@@ -367,6 +389,24 @@ def read_config(path: Path) -> Config:
     if not config.run.out_dir:
         config = with_values(config, {"run.out_dir": f"out/{path.stem}"})
     return config
+
+
+def no_such_config(name: str) -> str:
+    """Return the message for a name that is neither a file nor a config, with the nearest names."""
+    configs = sorted(
+        {file.stem for folder in ("config", CONFIGS) for file in Path(folder).glob("*.py")}
+    )
+    folder = os.path.dirname(name)
+    beside = sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
+    known = {entry: os.path.join(folder, entry) for entry in beside} | {
+        word: word for word in configs
+    }
+    leaf = os.path.basename(name)
+    near = difflib.get_close_matches(leaf, known, n=2, cutoff=0.75)
+    near += difflib.get_close_matches(leaf.removesuffix(".py"), configs, n=1, cutoff=0.75)
+    meant = " or ".join(dict.fromkeys(known[entry] for entry in near))
+    hint = f"; did you mean {meant}?" if meant else ""
+    return f"CONFIG={name}: no such file or config{hint} (configs: {', '.join(configs)})"
 
 
 def _refuse_unused_names(path: Path) -> None:
