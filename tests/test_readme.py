@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib
 import importlib.util
+import math
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from tests.test_structure import LINES, PRODUCT, TREES
 from tools.bench.__main__ import MODES
-from training.config import ELSEWHERE, OPTIONS, load_config, options_table
+from training.config import ELSEWHERE, OPTIONS, ScheduleConfig, load_config, options_table
+from training.device import model_flops_utilization
+from training.evaluate import Evaluation
+from training.optimizer import lr_factor
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -18,7 +26,7 @@ PAGES = {
     path.relative_to(ROOT): path.read_text(encoding="utf-8")
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
-LONGEST_README = 12 * 1024  # bytes
+LONGEST_README = 11 * 1024  # bytes
 
 
 def without_code(text: str) -> str:
@@ -71,7 +79,8 @@ def test_the_table_of_options_is_the_dataclasses():
 
 
 def test_names_from_elsewhere_are_the_hints_of_the_command_line():
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (`.+) \|$", README, flags=re.MULTILINE)
+    page = PAGES[Path("docs/coming-from-nanogpt.md")]
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (`.+) \|$", page, flags=re.MULTILINE)
     told = {}
     for theirs, ours in rows:
         theirs, ours = (re.findall(r"`(\w+)`", cell) for cell in (theirs, ours))
@@ -98,15 +107,50 @@ def test_every_training_command_is_accepted(words, monkeypatch):
         load_config([word for word in words if word != "..."])
 
 
+class Accepted(Exception):
+    """The command line was read without complaint."""
+
+
+def read_only(monkeypatch, module) -> None:
+    """Let the command in `module` read its command line, and then raise Accepted."""
+
+    def stop_after(read):
+        @functools.wraps(read)
+        def reads(*args, **kwargs):
+            read(*args, **kwargs)
+            raise Accepted
+
+        return reads
+
+    readers = ["parse_options", "parse_sections", "load_config"]
+    found = [name for name in readers if hasattr(module, name)]
+    assert found, f"{module.__name__} reads its options by none of {readers}: extend this test"
+    for name in found:
+        monkeypatch.setattr(module, name, stop_after(getattr(module, name)))
+
+
+@pytest.mark.parametrize("words", words_after("sample.py"), ids=" ".join)
+def test_every_sampling_command_is_accepted(words, monkeypatch):
+    sample = importlib.import_module("sample")
+    read_only(monkeypatch, sample)
+    with pytest.raises(Accepted):
+        sample.main(words)
+
+
 @pytest.mark.parametrize("words", words_after("-m"), ids=" ".join)
-def test_every_module_that_is_run_exists(words):
-    ours = words[0].startswith(("tools.", "data."))
-    if ours:
-        assert importlib.util.find_spec(words[0]) is not None, words[0]
-    else:
-        assert words[0] in ("venv", "pytest", "pip", "lm_eval", "torch.distributed.run")
-    if words[0] == "tools.bench":
-        assert words[1] in MODES
+def test_every_module_that_is_run_accepts_its_options(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    name, *rest = words
+    if name.split(".")[0] not in ("tools", "data"):
+        assert name in ("venv", "pytest", "pip", "lm_eval", "torch.distributed.run")
+        return
+    is_package = importlib.util.find_spec(name).submodule_search_locations is not None
+    module = importlib.import_module(f"{name}.__main__" if is_package else name)
+    if name == "tools.bench":
+        assert rest[0] in MODES
+    read_only(monkeypatch, module)
+    with pytest.raises(Accepted):
+        module.main([word for word in rest if word != "..."])
 
 
 def test_the_expected_output_is_what_a_run_prints(train_tiny, tmp_path, capsys):
@@ -139,7 +183,7 @@ def test_every_link_leads_somewhere(page):
                 assert anchor in known, f"{page}: {link}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "comparison"], ids=str)
 def test_every_file_and_name_that_is_mentioned_exists(page):
     text = PAGES[page]
     files = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("*.py")]
@@ -151,6 +195,61 @@ def test_every_file_and_name_that_is_mentioned_exists(page):
     for name, file in re.findall(r"`([A-Za-z_.]+)`(?: and `\w+`)? in\s+`([\w/]+\.py)`", text):
         code, leaf = (ROOT / file).read_text(encoding="utf-8"), name.split(".")[-1]
         assert re.search(rf"\b{leaf}\b", code), f"{page}: {name} in {file}"
+
+
+def test_every_page_is_listed_in_the_readme():
+    assert {f"docs/{page.name}" for page in PAGES if page.parent.name == "docs"} == set(
+        re.findall(r"^\| \[[^\]]+\]\((docs/[\w-]+\.md)\) \|", README, flags=re.MULTILINE)
+    )
+
+
+def messages_in_the_code() -> list[str]:
+    """Every string of the product; what an f-string fills in is "...", as in the docs."""
+    found = []
+    for file in PRODUCT:
+        for node in ast.walk(TREES[file]):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "..." for p in node.values]
+                found.append("".join(parts))
+    return found
+
+
+def test_messages_are_quoted_as_they_are_printed():
+    page = PAGES[Path("docs/troubleshooting.md")]
+    quoted = "".join(
+        re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    ).splitlines()
+    assert len(quoted) > 20
+    messages, unknown = messages_in_the_code(), []
+    for line in quoted:
+        parts = [re.escape(part.strip()) for part in line.split("...")]
+        pattern = re.compile(".*?".join(parts), re.DOTALL)
+        if not any(pattern.search(text) for text in messages):
+            unknown.append(line)
+    assert not unknown, "docs/troubleshooting.md quotes what is no longer printed: " + str(unknown)
+
+
+def test_the_examples_of_the_glossary_are_right():
+    page = " ".join(PAGES[Path("docs/glossary.md")].split())
+    bits = Evaluation(loss=2.0, tokens=1000, bytes=4000).bits_per_byte
+    assert f"2.0 / 0.693 / 4 = {bits:.3f} bits per byte" in page
+    assert math.isclose(bits, 0.721, abs_tol=5e-4)
+    mfu = model_flops_utilization(20_000, 10e6, 400e9, world=1)
+    assert f"an MFU of {mfu:.0%}" in page
+    wsd = ScheduleConfig(schedule="wsd", warmup_steps=20, decay_fraction=0.5, min_lr_ratio=0.0)
+    assert "steps 20 to 500 run at the peak, and step 750 at half of it" in page
+    factors = {step: lr_factor(step, 1000, wsd) for step in (19, 20, 500, 501, 750)}
+    assert factors[19] < 1 and factors[20] == factors[500] == 1 and factors[501] < 1
+    assert factors[750] == 0.5
+
+
+def test_the_lines_to_read_are_the_budgets():
+    """The figures of the comparison are the limits that test_structure.py holds."""
+    told = f"{LINES['spine']:,} lines on the path of a batch, {LINES['product']:,} in all"
+    assert told in PAGES[Path("docs/comparison.md")]
+    assert f"| {LINES['spine']:,} to follow a batch, {LINES['product']:,} in all |" in README
 
 
 def test_the_code_for_notebooks_runs(trained, capsys):
