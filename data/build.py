@@ -19,7 +19,16 @@ from cli.command import Say
 from cli.files import json_bytes, replace_file, sync, sync_folder
 from cli.options import ConfigError
 from data.config import DataConfig
-from data.encode import Encoded, encode_task, encoded_ids, grouped, in_order, n_workers
+from data.encode import (
+    Encoded,
+    encode_chat_task,
+    encode_task,
+    encoded_ids,
+    grouped,
+    in_order,
+    n_workers,
+    text_of,
+)
 from data.meta import (
     META_FILE,
     SPLITS,
@@ -38,6 +47,7 @@ from data.tokenizer import (
     END_OF_TEXT,
     Tokenizer,
     char_tokenizer,
+    chat_tokenizer,
     code_points,
     load_tokenizer,
     train_bpe,
@@ -78,7 +88,8 @@ def make_plan(
     """Decide how each source is split. Raises ConfigError for a source without text."""
     is_ids = config.tokenizer.startswith("ids:")
     n_ids = int(config.tokenizer.removeprefix("ids:")) if is_ids else 0
-    how = ReadOptions(config.text_field, config.errors, config.separator, n_ids)
+    chat = config.format == "chat"
+    how = ReadOptions(config.text_field, config.errors, config.separator, n_ids, chat)
     _check_applies(how, sources)
     splits = []
     for source in sources:
@@ -113,6 +124,8 @@ def _check_applies(how: ReadOptions, sources: list[Source]) -> None:
 
 
 def _check_ids(config: DataConfig, source: Source, tokenizer: Tokenizer | None) -> None:
+    if config.format == "chat":
+        raise ConfigError(f"data.source={source.spec} holds ids, not conversations")
     if config.split == "document" or tokenizer is None:
         raise ConfigError(
             f"data.source={source.spec} holds ids, not text: name the tokenizer that made them "
@@ -129,7 +142,7 @@ def _split(config: DataConfig, source: Source, how: ReadOptions) -> Split:
         return Split("files", config.val_fraction)
     if source.holds_ids:
         return Split("tail" if config.val_fraction else "none", config.val_fraction)
-    return resolve_split(config.split, config.val_fraction, source.pieces(how))
+    return resolve_split(config.split, config.val_fraction, source.pieces(how), how.chat)
 
 
 def _check_characters(plan: Plan, tokenizer: Tokenizer) -> None:
@@ -140,7 +153,7 @@ def _check_characters(plan: Plan, tokenizer: Tokenizer) -> None:
     unknown: Counter[int] = Counter()
     for source in plan.sources:
         for piece in () if source.holds_ids else plan.pieces(source):
-            points = code_points(piece.text)
+            points = code_points(text_of(piece))
             unknown.update(points[~known[points]].tolist())
     if unknown:
         raise unknown_characters({chr(code): n for code, n in unknown.items()}, alphabet)
@@ -168,7 +181,7 @@ def _alphabet(plan: Plan) -> tuple[str, bool]:
     documents = 0
     for source in plan.sources:
         for piece in plan.pieces(source):
-            seen[code_points(piece.text)] = True
+            seen[code_points(text_of(piece))] = True
             documents += piece.first
     return "".join(map(chr, np.flatnonzero(seen))), documents > 1
 
@@ -181,7 +194,7 @@ def _sample(plan: Plan, sample_bytes: int) -> Iterator[str]:
         share = left / min(max(source.size, left), SAMPLE_SPAN * left)
         for part in split.parts(plan.pieces(source)):
             if part.split == "train" and (share == 1 or is_chosen(part.text, share, b"sample")):
-                yield part.text
+                yield text_of(part)
                 left -= len(part.text.encode("utf-8"))
                 if left <= 0:
                     break
@@ -288,6 +301,8 @@ class Build:
         path = self.partial / "tokenizer"
         if not path.is_dir():
             tokenizer = self.plan.tokenizer or make_tokenizer(self.plan, self.say)
+            if self.plan.how.chat:
+                tokenizer = chat_tokenizer(tokenizer)
             for number in range(len(self.plan.sources)):
                 self._check_unchanged(number)
             tokenizer.save(self.partial / "tokenizer.tmp")
@@ -305,7 +320,8 @@ class Build:
             tasks = grouped(split.parts(plan.pieces(source, counts)))
             for _ in range(skip):
                 bar.update(sum(part.read for part in next(tasks)))
-            encode = bind(encode_task, self.partial / "tokenizer", self.dtype)
+            function = encode_chat_task if plan.how.chat else encode_task
+            encode = bind(function, self.partial / "tokenizer", self.dtype)
             results = in_order(encode, tasks, n_workers(plan.config.workers, source.size))
         for result in results:
             bar.update(result.read if source.files else result.bytes)
@@ -329,7 +345,7 @@ class Build:
                 for split, some in result.splits.items():
                     if split not in writers:
                         writers[split] = ShardWriter(self.partial, split, number, tasks, self.dtype)
-                    writers[split].append(some.ids, some.starts, **some.counts)
+                    writers[split].append(some.ids, some.starts, some.mask, **some.counts)
                 tasks += 1
                 # Ids that stand for no text count as one byte each.
                 if sum(w.counts["bytes"] or w.tokens for w in writers.values()) >= shard_bytes:

@@ -51,6 +51,11 @@ class DataConfig:
     text_field: Annotated[
         str, "field or column that holds the text (JSON, .csv, .parquet, .arrow, hub)", "fixed"
     ] = "text"
+    format: Annotated[
+        Literal["text", "chat"],
+        "chat: rows are conversations; the loss is on what the assistant says",
+        "fixed",
+    ] = "text"
     separator: Annotated[str, "text between the documents of a plain text file", "fixed"] = ""
     errors: Annotated[
         Literal["strict", "replace"], "invalid UTF-8: fail, or replace it with U+FFFD", "fixed"
@@ -82,9 +87,16 @@ class DataConfig:
     ] = None
     prepared_dir: Annotated[str, "folder for prepared data; default: data/prepared", "free"] = ""
 
+    @property
+    def apart(self) -> bool:
+        """Whether rows hold several documents that do not see each other."""
+        return self.document_mask or self.format == "chat"
+
     def problems(self) -> list[str]:
         """Return all mistakes, in plain words."""
         found = []
+        if self.format == "chat" and self.tokenizer.startswith("ids:"):
+            found.append(f"data.format=chat: data.tokenizer={self.tokenizer} has no text")
         if not self.source.strip():
             found.append("data.source is empty: name a file, a folder, or stdlib")
         found += tokenizer_problems(self.tokenizer)

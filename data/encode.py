@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -19,8 +20,9 @@ import numpy as np
 
 from cli.limits import usable_cores
 from cli.options import ConfigError
+from data.chat import plain_text, render
 from data.meta import dtype_for
-from data.readers import is_compressed
+from data.readers import Piece, is_compressed
 from data.sources import Part, Source, Split
 from data.tokenizer import Tokenizer, load_tokenizer, lost_bytes
 
@@ -38,6 +40,7 @@ class Ids(NamedTuple):
     ids: np.ndarray  # (n,), in the dtype of the shards
     starts: np.ndarray  # where in them documents start
     counts: dict[str, int]  # documents, bytes, lost and spelled, as in Shard
+    mask: np.ndarray | None = None  # (n,) uint8 flags of conversations, see data/chat.py
 
 
 @dataclass
@@ -56,6 +59,11 @@ class Encoded:
 # Text to ids
 
 
+def text_of(piece: Piece | Part) -> str:
+    """Return the text of a piece that a tokenizer has to know."""
+    return plain_text(json.loads(piece.text)) if piece.name else piece.text
+
+
 def grouped(parts: Iterable[Part]) -> Iterator[list[Part]]:
     """Group parts into tasks of at least TASK_CHARACTERS, in order."""
     task, size = [], 0
@@ -71,9 +79,20 @@ def grouped(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 def encode_task(folder: Path, dtype: str, task: list[Part]) -> Encoded:
     """Encode one task with the tokenizer saved in `folder`."""
+    return _encoded(folder, dtype, task, _encode_text)
+
+
+def encode_chat_task(folder: Path, dtype: str, task: list[Part]) -> Encoded:
+    """Encode one task of conversations. Raises ConfigError that names the row."""
+    return _encoded(folder, dtype, task, _encode_chat)
+
+
+def _encoded(
+    folder: Path, dtype: str, task: list[Part], encode: Callable[[Tokenizer, str, list[Part]], Ids]
+) -> Encoded:
     tokenizer = _tokenizer(folder, folder.stat().st_mtime_ns)
     splits = {
-        split: _encode_parts(tokenizer, dtype, [part for part in task if part.split == split])
+        split: encode(tokenizer, dtype, [part for part in task if part.split == split])
         for split in sorted({part.split for part in task})
     }
     return Encoded(splits, sum(part.read for part in task))
@@ -85,7 +104,7 @@ def _tokenizer(folder: Path, changed: int) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def _encode_parts(tokenizer: Tokenizer, dtype: str, parts: list[Part]) -> Ids:
+def _encode_text(tokenizer: Tokenizer, dtype: str, parts: list[Part]) -> Ids:
     """Encode text of one split: each document is its opening ids, its text and an end-of-text."""
     ids, starts, position = [], [], 0
     bos = np.array(tokenizer.between, dtype=dtype)
@@ -112,6 +131,27 @@ def _encode_parts(tokenizer: Tokenizer, dtype: str, parts: list[Part]) -> Ids:
         "spelled": len(spelled),
     }
     return Ids(whole, np.array(starts, dtype=np.int64), counts)
+
+
+def _encode_chat(tokenizer: Tokenizer, dtype: str, parts: list[Part]) -> Ids:
+    """Encode conversations of one split."""
+    found, starts, position = [], [], 0
+    for part in parts:
+        try:
+            found.append(render(json.loads(part.text), tokenizer))
+        except ConfigError as error:
+            raise ConfigError([f"{part.name}: {problem}" for problem in error.problems]) from None
+        # Windows begin one token before a document: with the first of the conversation.
+        starts.append(position + 1)
+        position += len(found[-1].ids)
+    ids = np.concatenate([rendered.ids for rendered in found])
+    n_bytes = int(tokenizer.byte_lengths()[ids].sum())
+    return Ids(
+        ids.astype(dtype),
+        np.array(starts, dtype=np.int64),
+        {"bytes": n_bytes, "documents": len(parts), "spelled": n_bytes},
+        np.concatenate([rendered.mask for rendered in found]),
+    )
 
 
 def in_order(

@@ -1,7 +1,8 @@
 """The files of a prepared folder: meta.json and shards, how they are written and verified.
 
 A shard is three files: NAME.bin (ids, little-endian), NAME.crc (a CRC-32 for each of its blocks of
-4 KiB) and NAME.starts (int64: the tokens at which documents start).
+4 KiB) and NAME.starts (int64: the tokens at which documents start). With conversations there are
+two more: NAME.mask (a byte of flags per id, see data/chat.py) and NAME.mask.crc.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Shard:
     starts_crc: int
     lost: int = 0  # bytes of text that decoding does not restore
     spelled: int = 0  # bytes that decoding gives, where that was measured
+    mask_sha256: str = ""  # of conversations; text has no mask
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,11 @@ class Meta:
         """The fraction of the splits' text that decoding does not restore."""
         lost, whole = self.total("lost"), self.bytes
         return sum(lost[split] for split in splits) / max(1, sum(whole[split] for split in splits))
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the documents are conversations, with a mask of what counts."""
+        return any(shard.mask_sha256 for shard in self.shards)
 
     @property
     def id_dtype(self) -> np.dtype:
@@ -166,38 +173,30 @@ def fingerprint(
 ) -> str:
     """Hash all that determines the ids and their meaning: the shards and the tokenizer's files."""
     files = [[name, hashlib.sha256(tokenizer[name]).hexdigest()] for name in sorted(tokenizer)]
-    ids = [[s.split, s.source, s.tokens, s.sha256] for s in shards]
+    ids = [[s.split, s.source, s.tokens, s.sha256, *filter(None, [s.mask_sha256])] for s in shards]
     return hashlib.sha256(json.dumps([dtype, weights, files, ids]).encode()).hexdigest()
 
 
 # Shards
 
 
-class ShardWriter:
-    """Write one shard, with its checksums; memory does not grow with its size.
+class CheckedFile:
+    """Write a file and its checksums; memory does not grow with its size.
 
     Uses plain write() and no memory map: on a full disk a map dies of SIGBUS, write() raises
     OSError.
     """
 
-    def __init__(self, folder: Path, split: str, source: int, number: int, dtype: str) -> None:
-        self.split, self.source = split, source
-        self.path = folder / f"{split}-{source:02d}-{number:06d}.bin"
-        self.tokens = 0
-        self.counts = Counter(documents=0, bytes=0, lost=0, spelled=0)
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._file = self.path.open("wb")
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("wb")
         self._sha = hashlib.sha256()
         self._pending = b""  # less than a block
         self._crcs: list[int] = []
-        self._starts: list[np.ndarray] = []
 
-    def append(self, ids: np.ndarray, starts: np.ndarray, **counts: int) -> None:
-        """Add ids. starts: where in them documents start; counts: see Shard."""
-        self._starts.append(starts + self.tokens)
-        self.tokens += len(ids)
-        self.counts.update(counts)
-        data = self._pending + ids.astype(self._dtype).tobytes()
+    def write(self, data: bytes) -> None:
+        """Append bytes."""
+        data = self._pending + data
         whole = len(data) - len(data) % BLOCK_BYTES
         self._write(data[:whole])
         self._pending = data[whole:]
@@ -207,16 +206,57 @@ class ShardWriter:
         self._sha.update(data)
         self._crcs += _block_crcs(data)
 
-    def close(self) -> Shard | None:
-        """Finish the shard and sync it to disk; None, and no file, if nothing was added."""
+    def close(self) -> str:
+        """Sync the file to disk and write its checksums; return its SHA-256."""
         self._write(self._pending)
         with self._file:
             sync(self._file)
+        write_file(crc_file(self.path), [_crc_bytes(self._crcs)])
+        return self._sha.hexdigest()
+
+    def abandon(self) -> None:
+        """Close the file without finishing it."""
+        self._file.close()
+
+
+def crc_file(path: Path) -> Path:
+    """Return the file with the checksums of NAME.bin or NAME.mask."""
+    return path.with_suffix(".crc" if path.suffix == ".bin" else f"{path.suffix}.crc")
+
+
+class ShardWriter:
+    """Write one shard."""
+
+    def __init__(self, folder: Path, split: str, source: int, number: int, dtype: str) -> None:
+        self.split, self.source = split, source
+        self.path = folder / f"{split}-{source:02d}-{number:06d}.bin"
+        self.tokens = 0
+        self.counts = Counter(documents=0, bytes=0, lost=0, spelled=0)
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._ids = CheckedFile(self.path)
+        self._mask: CheckedFile | None = None
+        self._starts: list[np.ndarray] = []
+
+    def append(
+        self, ids: np.ndarray, starts: np.ndarray, mask: np.ndarray | None = None, **counts: int
+    ) -> None:
+        """Add ids. starts: where in them documents start; mask: of all ids or none; counts: see
+        Shard."""
+        self._starts.append(starts + self.tokens)
+        self.tokens += len(ids)
+        self.counts.update(counts)
+        self._ids.write(ids.astype(self._dtype).tobytes())
+        if mask is not None:
+            self._mask = self._mask or CheckedFile(self.path.with_suffix(".mask"))
+            self._mask.write(mask.tobytes())
+
+    def close(self) -> Shard | None:
+        """Finish the shard and sync it to disk; None, and no file, if nothing was added."""
         if self.tokens == 0:
+            self.abandon()
             self.path.unlink()
             return None
         starts = np.concatenate(self._starts).astype("<i8").tobytes()
-        write_file(self.path.with_suffix(".crc"), [_crc_bytes(self._crcs)])
         write_file(self.path.with_suffix(".starts"), [starts])
         return Shard(
             split=self.split,
@@ -224,14 +264,16 @@ class ShardWriter:
             file=self.path.name,
             tokens=self.tokens,
             starts=len(starts) // 8,
-            sha256=self._sha.hexdigest(),
+            sha256=self._ids.close(),
             starts_crc=zlib.crc32(starts),
+            mask_sha256=self._mask.close() if self._mask else "",
             **self.counts,
         )
 
     def abandon(self) -> None:
-        """Close the file without finishing the shard."""
-        self._file.close()
+        """Close the files without finishing the shard."""
+        for file in filter(None, (self._ids, self._mask)):
+            file.abandon()
 
 
 def _block_crcs(data: bytes) -> list[int]:
@@ -277,16 +319,22 @@ def verify(folder: Path, say: Say = print) -> None:
 
 def _check_shard(folder: Path, meta: Meta, shard: Shard) -> None:
     path = folder / shard.file
-    check_size(path, shard.tokens * meta.id_dtype.itemsize)
+    _check_file(path, shard.tokens * meta.id_dtype.itemsize, shard.sha256)
+    if shard.mask_sha256:
+        _check_file(path.with_suffix(".mask"), shard.tokens, shard.mask_sha256)
+    starts = path.with_suffix(".starts")
+    if zlib.crc32(read_checked(starts, 8 * shard.starts)) != shard.starts_crc:
+        raise DamagedData(f"{starts} differs from what was written")
+
+
+def _check_file(path: Path, size: int, sha256: str) -> None:
+    check_size(path, size)
     whole, crcs = hashlib.sha256(), []
     with path.open("rb") as stream:
         while chunk := stream.read(READ_BYTES):
             whole.update(chunk)
             crcs += _block_crcs(chunk)
-    checksums, starts = path.with_suffix(".crc"), path.with_suffix(".starts")
-    if whole.hexdigest() != shard.sha256:
+    if whole.hexdigest() != sha256:
         raise DamagedData(f"{path}: its SHA-256 differs from the one that was written")
-    if read_checked(checksums, 4 * len(crcs)) != _crc_bytes(crcs):
-        raise DamagedData(f"{checksums} differs from what was written")
-    if zlib.crc32(read_checked(starts, 8 * shard.starts)) != shard.starts_crc:
-        raise DamagedData(f"{starts} differs from what was written")
+    if read_checked(crc_file(path), 4 * len(crcs)) != _crc_bytes(crcs):
+        raise DamagedData(f"{crc_file(path)} differs from what was written")

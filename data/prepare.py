@@ -51,7 +51,14 @@ from data.prepared import (
     unreadable,
 )
 from data.sources import STDIN, Source, open_sources, parse_mixture, parts_of
-from data.tokenizer import KIND_FILE, SPLIT_PATTERN, Tokenizer, ready_tokenizer
+from data.tokenizer import (
+    CHATML,
+    KIND_FILE,
+    SPLIT_PATTERN,
+    Tokenizer,
+    chat_tokenizer,
+    ready_tokenizer,
+)
 
 BY_CONTENT = ("hf:", "run:")  # tokenizers that are identified by their files, not by their name
 FORMAT = 2  # of prepared folders; part of the key, so another format gets another folder
@@ -210,8 +217,16 @@ def _made_from(config: DataConfig, digests: list[str]) -> dict[str, Any]:
         "format": FORMAT,
         "sources": sources,
         "tokenizer": _identity(config),
-        "options": [*options, config.separator, config.ids],
+        "options": [*options, config.separator, config.ids, *_chat_options(config)],
     }
+
+
+def _chat_options(config: DataConfig) -> list[str]:
+    """The format and the chat template, if the rows are conversations; nothing for text."""
+    if config.format != "chat":
+        return []
+    known = ready_tokenizer(config.tokenizer)
+    return [config.format, CHATML if known is None else chat_tokenizer(known).chat_template]
 
 
 def _identity(config: DataConfig) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from cli.options import ConfigError
+from data.chat import FIELDS, conversation
 from data.tokenizer import characters_of, ids_of
 
 PIECE_BYTES = 1 << 20  # longer documents are encoded in pieces; where they are cut defines the ids
@@ -78,6 +79,7 @@ class Piece(NamedTuple):
     last: bool  # the document ends here
     read: int  # bytes of the file that were read for it, for the progress bar
     split: str = ""  # train or val, if the file's name says so
+    name: str = ""  # of a conversation, for messages: its file and place
 
 
 class Row(NamedTuple):
@@ -95,6 +97,7 @@ class ReadOptions(NamedTuple):
     errors: str = "strict"
     separator: str = ""
     n_ids: int = 0  # size of the vocabulary if the source holds ids instead of text
+    chat: bool = False  # rows are conversations; the text of one is the JSON of its messages
 
 
 # The kind of a file
@@ -130,7 +133,8 @@ def form_of(file: Path, options: ReadOptions) -> str:
         return "text"
     if head[:1] == b"[":
         return "values" if isinstance(value, (dict, str, list)) else "text"
-    return "values" if isinstance(value, dict) and options.text_field in value else "text"
+    is_row = isinstance(value, dict) and (options.chat or options.text_field in value)
+    return "values" if is_row else "text"
 
 
 def looks_like_lines(file: Path) -> bool:
@@ -162,6 +166,11 @@ def _is_object(line: bytes) -> bool:
 def file_pieces(file: Path, options: ReadOptions, form: str | None = None) -> Iterator[Piece]:
     """Yield the documents of a file. Raises ConfigError for damage, with byte offset or row."""
     form = form or form_of(file, options)
+    if form == "text" and options.chat:
+        raise ConfigError(
+            f"{file}: is plain text; conversations (data.format=chat) are rows of JSON lines, of a "
+            "JSON array, .csv, .parquet or .arrow"
+        )
     if form == "text":
         text = normalized(text_chunks(file, options))
         separator = options.separator.replace("\r\n", "\n").replace("\r", "\n")
@@ -179,6 +188,9 @@ def row_pieces(rows: Iterable[Row], options: ReadOptions) -> Iterator[Piece]:
         if options.n_ids:
             ids = ids_of([] if value is None else value, options.n_ids, name)
             pieces = cut([(characters_of(ids), unreported, True)])
+        elif options.chat:
+            text = json.dumps(conversation(value, name), ensure_ascii=False)
+            pieces = iter([Piece(text, True, True, unreported, name=name)])
         else:
             pieces = text_pieces(as_text(value, options, name), unreported)
         for piece in pieces:
@@ -403,14 +415,17 @@ def piece_end(buffer: bytes, start: int = 0) -> int:
 # Rows
 
 
-def field_of(row: Any, text_field: str, name: str) -> Any:
-    """Return the field of a row; a row that is a string or a list is taken whole."""
+def field_of(row: Any, options: ReadOptions, name: str) -> Any:
+    """Return the text field of a row. A row that is a string, a list or a conversation is taken
+    whole."""
+    if options.chat:
+        return row
     if isinstance(row, dict):
-        check_field(text_field, row, name)
-        return row[text_field]
+        check_field(options.text_field, row, name)
+        return row[options.text_field]
     if isinstance(row, (str, list)):
         return row
-    raise ConfigError(f"{name}: must be a JSON object with a field {text_field!r}")
+    raise ConfigError(f"{name}: must be a JSON object with a field {options.text_field!r}")
 
 
 def check_field(text_field: str, fields: Iterable[str], name: str) -> None:
@@ -418,8 +433,8 @@ def check_field(text_field: str, fields: Iterable[str], name: str) -> None:
     if text_field not in fields:
         there = ", ".join(map(repr, fields)) or "none"
         raise ConfigError(
-            f"{name}: has no field {text_field!r}, only {there}: choose one with --text_field, or "
-            "leave the file out"
+            f"{name}: has no field {text_field!r}, only {there}: choose one with --text_field, "
+            "leave the file out, or read conversations with --format=chat"
         )
 
 
@@ -477,7 +492,7 @@ def json_lines(file: Path, options: ReadOptions) -> Iterator[Row]:
         if text.strip():
             name = f"{file}, line {number}"
             try:
-                value = field_of(json.loads(text), options.text_field, name)
+                value = field_of(json.loads(text), options, name)
             except RecursionError:
                 raise ConfigError(f"{name} (offset {offset}): nested too deeply") from None
             except json.JSONDecodeError as error:
@@ -489,7 +504,7 @@ def json_lines(file: Path, options: ReadOptions) -> Iterator[Row]:
 def json_values(file: Path, options: ReadOptions) -> Iterator[Row]:
     """Yield a row per item of an array, or per value of several that follow each other."""
     for name, value, read in _json_items(file, options):
-        yield Row(name, field_of(value, options.text_field, name), read)
+        yield Row(name, field_of(value, options, name), read)
 
 
 def _json_items(file: Path, options: ReadOptions) -> Iterator[Row]:
@@ -565,7 +580,8 @@ def delimited_rows(file: Path, options: ReadOptions) -> Iterator[Row]:
         header = next(table, None)
         if header is None:
             return
-        check_field(options.text_field, header, str(file))
+        if not options.chat:
+            check_field(options.text_field, header, str(file))
         for row in table:
             number += 1
             if not row:
@@ -573,7 +589,8 @@ def delimited_rows(file: Path, options: ReadOptions) -> Iterator[Row]:
             name = f"{file}, row {number} (line {table.line_num})"
             if len(row) != len(header):
                 raise ConfigError(f"{name}: has {len(row)} columns, the first line {len(header)}")
-            yield Row(name, row[header.index(options.text_field)], read)
+            fields = dict(zip(header, row, strict=True))
+            yield Row(name, fields if options.chat else fields[options.text_field], read)
             read = 0
     except csv.Error as error:
         raise ConfigError(f"{file}, line {table.line_num}: cannot be read: {error}") from None
@@ -586,13 +603,13 @@ def parquet_rows(file: Path, options: ReadOptions) -> Iterator[Row]:
 
     def batches() -> Iterator[tuple[Any, float]]:
         with ParquetFile(file) as table:
-            check_field(options.text_field, table.schema_arrow.names, str(file))
+            columns = _columns(table.schema_arrow.names, options, file)
             done = 0
-            for batch in table.iter_batches(TABLE_ROWS, columns=[options.text_field]):
+            for batch in table.iter_batches(TABLE_ROWS, columns=columns):
                 done += batch.num_rows
                 yield batch, done / table.metadata.num_rows
 
-    return _columnar_rows(file, "parquet", batches)
+    return _columnar_rows(file, "parquet", batches, options)
 
 
 def arrow_rows(file: Path, options: ReadOptions) -> Iterator[Row]:
@@ -606,28 +623,40 @@ def arrow_rows(file: Path, options: ReadOptions) -> Iterator[Row]:
             stream.seek(0)
             opened = pyarrow.ipc.open_file(stream) if is_file else pyarrow.ipc.open_stream(stream)
             with opened as table:
-                check_field(options.text_field, table.schema.names, str(file))
+                columns = _columns(table.schema.names, options, file)
                 count = table.num_record_batches if is_file else 0
                 found = map(table.get_batch, range(count)) if is_file else table
                 for i, batch in enumerate(found):
                     part = (i + 1) / count if is_file else stream.tell() / stream.size()
-                    column = batch.select([options.text_field])
+                    chosen = batch.select(columns)
                     for at in range(0, batch.num_rows, TABLE_ROWS):
-                        yield column.slice(at, TABLE_ROWS), part
+                        yield chosen.slice(at, TABLE_ROWS), part
 
-    return _columnar_rows(file, "arrow", batches)
+    return _columnar_rows(file, "arrow", batches, options)
+
+
+def _columns(names: list[str], options: ReadOptions, file: Path) -> list[str]:
+    """Return the columns to read. Raises ConfigError if the text field is not one of them."""
+    if options.chat:
+        return [name for name in names if name in FIELDS] or names
+    check_field(options.text_field, names, str(file))
+    return [options.text_field]
 
 
 def _columnar_rows(
-    file: Path, kind: str, batches: Callable[[], Iterator[tuple[Any, float]]]
+    file: Path,
+    kind: str,
+    batches: Callable[[], Iterator[tuple[Any, float]]],
+    options: ReadOptions,
 ) -> Iterator[Row]:
-    """Yield the rows of (batch of one column, part of the file that is read after it)."""
+    """Yield the rows of (batch of columns, part of the file that is read after it)."""
     import pyarrow
 
     size, number, position = file.stat().st_size, 0, 0
     try:
         for batch, part in batches():
-            for value in batch.column(0).to_pylist():
+            rows = batch.to_pylist() if options.chat else batch.column(0).to_pylist()
+            for value in rows:
                 yield Row(f"{file}, row {number}", value, int(part * size) - position)
                 number, position = number + 1, int(part * size)
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:

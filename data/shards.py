@@ -18,16 +18,20 @@ from typing import BinaryIO
 import numpy as np
 
 from cli.options import ConfigError
+from data.chat import BEGINS, COUNTS
 from data.meta import (
     BLOCK_BYTES,
     PREPARE_AGAIN,
     DamagedData,
     Meta,
+    Shard,
     check_size,
+    crc_file,
     read_checked,
     read_meta,
 )
 
+CHUNK_TOKENS = 1 << 20  # of a mask that are looked at together
 MAX_OPEN = 1024  # shards per split; each takes 64 KiB of memory for its checksums
 # model/loss.py defines the same number: data and model do not import each other, and a test keeps
 # the two equal.
@@ -43,10 +47,10 @@ class Windows:
     come after those of the first, and so on.
 
     document_mask: rows have a third part that numbers the documents, so that attention can keep
-    them apart.
+    them apart. Conversations are always kept apart, in windows of a kind of their own.
 
-    Raises ConfigError if a source has fewer than T + 1 tokens, DamagedData if a file is not as it
-    was written.
+    Raises ConfigError if a source has fewer than T + 1 tokens or no conversation fits, DamagedData
+    if a file is not as it was written.
     """
 
     def __init__(
@@ -63,9 +67,15 @@ class Windows:
         # Training draws from every source; a source without validation text is fine.
         validating = sorted({shard.source for shard in meta.of(split)}) or [0]
         sources = range(len(meta.weights)) if split == "train" else validating
-        self.parts: list[SourceWindows] = []
+        self.parts: list[SourceWindows | ChatWindows] = []
         for source in sources:
-            stream = TokenStream(folder, meta, split, source, room_for_files() // len(sources))
+            part = folder, meta, split, source, room_for_files() // len(sources)
+            if meta.is_chat:
+                self.parts.append(ChatWindows(*part[:-1], context_length, part[-1] // 2))
+                if not self.parts[-1].n_windows:
+                    raise ConfigError(_none_fits(split, context_length))
+                continue
+            stream = TokenStream(*part)
             if stream.n_tokens < context_length + 1:
                 raise ConfigError(_too_short(meta, split, source, stream.n_tokens, context_length))
             self.parts.append(SourceWindows(stream, context_length, kind, document_mask))
@@ -96,11 +106,25 @@ class Windows:
         """The fraction of all positions that have a target."""
         return min(1.0, self.n_tokens / (len(self) * self.context_length))
 
-    def _locate(self, i: int) -> tuple[SourceWindows, int]:
+    @property
+    def conversations(self) -> tuple[int, int, int]:
+        """(conversations, those that are cut to fit the context, those that are left out)."""
+        parts = [part for part in self.parts if isinstance(part, ChatWindows)]
+        total, cut = sum(p.n_documents for p in parts), sum(p.n_cut for p in parts)
+        return total, cut, sum(p.n_left_out for p in parts)
+
+    def _locate(self, i: int) -> tuple[SourceWindows | ChatWindows, int]:
         if not 0 <= i < len(self):
             raise IndexError(f"window {i} of {len(self)}")
         number = bisect_right(self._offsets, i) - 1
         return self.parts[number], i - self._offsets[number]
+
+
+def _none_fits(split: str, context_length: int) -> str:
+    return (
+        f"no conversation of the {split} split fits model.context_length={context_length}: even "
+        "the last answers are longer; use a longer context"
+    )
 
 
 def _too_short(meta: Meta, split: str, source: int, found: int, context_length: int) -> str:
@@ -163,6 +187,81 @@ class SourceWindows:
         return first, end - first
 
 
+class ChatWindows:
+    """The windows of one source of conversations: each row holds whole ones, while they fit, and
+    only what the assistant says is a target.
+
+    A conversation with more than T + 1 tokens begins at a later message; one whose last words alone
+    are longer is left out. `shift` has no effect.
+    """
+
+    def __init__(
+        self, folder: Path, meta: Meta, split: str, source: int, context_length: int, max_open: int
+    ) -> None:
+        place = folder, meta, split, source, max_open
+        self.stream, self.mask = TokenStream(*place), TokenStream(*place, suffix=".mask")
+        self.context_length = context_length
+        self._starts = self.stream.document_starts()
+        begins, last = self._flags()
+        ends = np.append(self._starts[1:] - 1, self.stream.n_tokens)
+        first = cut_at_messages(self._starts, ends, begins, context_length)
+        kept = (ends - first <= context_length) & (last >= first)
+        self.n_documents, self.n_left_out = len(kept), int((~kept).sum())
+        self.n_cut = int((kept & (first > self._starts)).sum())
+        self._rows = share_chat_rows(first, ends, kept, context_length)
+        self.n_windows = len(self._rows)
+
+    def _flags(self) -> tuple[np.ndarray, np.ndarray]:
+        """(positions at which messages begin, last position that counts in each conversation)."""
+        begins, last = [], np.full(len(self._starts), -1)
+        for at in range(0, self.mask.n_tokens, CHUNK_TOKENS):
+            flags = self.mask.read(at, min(CHUNK_TOKENS, self.mask.n_tokens - at))
+            begins.append(np.flatnonzero(flags & BEGINS) + at)
+            counted = np.flatnonzero(flags & COUNTS) + at
+            np.maximum.at(last, np.searchsorted(self._starts, counted, side="right") - 1, counted)
+        return np.concatenate(begins), last
+
+    def window(self, i: int, shift: int = 0) -> np.ndarray:
+        """(T + 1,) int64: the tokens of window i and its last target."""
+        return self.stream.read(self._rows[i, 0] - 1, self.context_length + 1)
+
+    def pair(self, i: int, shift: int = 0) -> Row:
+        """(tokens, targets, documents) of window i, (T,) int64 each; see Windows.pair."""
+        T = self.context_length
+        first, end = self._rows[i].tolist()
+        ids = self.window(i)
+        tokens, targets = ids[:-1], ids[1:].copy()  # else they would share memory
+        targets[self.mask.read(first, T) & COUNTS == 0] = IGNORE_INDEX
+        targets[end - first :] = IGNORE_INDEX
+        return tokens, targets, documents_of(self._starts, self.stream.n_tokens, first, T)
+
+
+def cut_at_messages(
+    starts: np.ndarray, ends: np.ndarray, begins: np.ndarray, context_length: int
+) -> np.ndarray:
+    """Return the first target of each conversation, (n,) int64: `starts`, or if more than T targets
+    remain until `ends`, the one after the earliest token that begins a message and leaves at most
+    T, if there is one. begins: positions of those tokens, ascending."""
+    at = np.searchsorted(begins, ends - context_length - 1)
+    later = np.append(begins, np.iinfo(np.int64).max - 1)[at] + 1
+    return np.where((ends - starts > context_length) & (later < ends), later, starts)
+
+
+def share_chat_rows(
+    first: np.ndarray, ends: np.ndarray, kept: np.ndarray, context_length: int
+) -> np.ndarray:
+    """(rows, 2) int64: first target and end of each row. A row takes the next conversation while it
+    fits, is whole and follows immediately; between two there is one token that is no target."""
+    rows: list[list[int]] = []
+    for start, end in zip(first[kept].tolist(), ends[kept].tolist(), strict=True):
+        follows = rows and start == rows[-1][1] + 1
+        if follows and end - rows[-1][0] <= context_length:
+            rows[-1][1] = end
+        else:
+            rows.append([start, end])
+    return np.array(rows, dtype=np.int64).reshape(-1, 2)
+
+
 def document_edges(starts: np.ndarray, n_tokens: int, context_length: int) -> np.ndarray:
     """(windows + 1,) int64: the first target of each document window, and the end of the last."""
     lengths = np.diff(starts, append=n_tokens)
@@ -201,22 +300,36 @@ def documents_of(starts: np.ndarray, n_tokens: int, first: int, count: int) -> n
 
 
 class TokenStream:
-    """The ids of one split of one source, addressed as if they were one long array."""
+    """The ids of one split of one source, addressed as if they were one long array.
+
+    suffix: ".mask" for the flags of the ids instead.
+    """
 
     def __init__(
-        self, folder: Path, meta: Meta, split: str, source: int, max_open: int = 64
+        self,
+        folder: Path,
+        meta: Meta,
+        split: str,
+        source: int,
+        max_open: int = 64,
+        suffix: str = ".bin",
     ) -> None:
-        self._folder = Path(folder)
+        self._folder, self._suffix = Path(folder), suffix
         self._dtype, self._vocab_size = meta.id_dtype, meta.vocab_size
+        if suffix == ".mask":
+            self._dtype, self._vocab_size = np.dtype("u1"), (COUNTS | BEGINS) + 1
         self._shards = meta.of(split, source)
         self._ends = list(accumulate(shard.tokens for shard in self._shards))
         self.n_tokens = self._ends[-1] if self._ends else 0
         self._max_open = max(1, max_open)
         self._open: dict[int, tuple[BinaryIO, bytes]] = {}
         for number, shard in enumerate(self._shards):
-            check_size(self._folder / shard.file, shard.tokens * self._dtype.itemsize)
+            check_size(self._path(shard), shard.tokens * self._dtype.itemsize)
             if number < self._max_open:
                 self._opened(number)
+
+    def _path(self, shard: Shard) -> Path:
+        return (self._folder / shard.file).with_suffix(self._suffix)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """(count,) int64 ids from position `start` on; after the last token comes the first."""
@@ -246,7 +359,7 @@ class TokenStream:
     def _read_shard(self, number: int, first: int, count: int) -> np.ndarray:
         """`count` ids of one shard; verifies the checksum of each block that they touch."""
         shard, item = self._shards[number], self._dtype.itemsize
-        path = self._folder / shard.file
+        path = self._path(shard)
         file, checksums = self._opened(number)
         begin = first * item // BLOCK_BYTES * BLOCK_BYTES
         end = -(-(first + count) * item // BLOCK_BYTES) * BLOCK_BYTES
@@ -275,9 +388,9 @@ class TokenStream:
         """Return a shard's file and checksums; opens it if needed, at most max_open at a time."""
         if number not in self._open:
             shard = self._shards[number]
-            path = self._folder / shard.file
+            path = self._path(shard)
             n_blocks = -(-shard.tokens * self._dtype.itemsize // BLOCK_BYTES)
-            checksums = read_checked(path.with_suffix(".crc"), 4 * n_blocks)
+            checksums = read_checked(crc_file(path), 4 * n_blocks)
             if len(self._open) >= self._max_open:
                 self._open.pop(next(iter(self._open)))[0].close()
             self._open[number] = path.open("rb", buffering=0), checksums

@@ -428,7 +428,7 @@ def hub_rows(spec: str, options: ReadOptions) -> Iterator[Row]:
         rows = datasets.load_dataset(name, subset, split=split, streaming=True)
         for number, row in enumerate(rows):
             place = f"{spec}, row {number}"
-            yield Row(place, field_of(row, options.text_field, place), 0)
+            yield Row(place, field_of(row, options, place), 0)
     except ConfigError:
         raise
     except Exception as error:  # datasets passes on the exceptions of all its libraries
@@ -472,6 +472,7 @@ class Part(NamedTuple):
     first: bool  # a document starts here, within this split
     last: bool  # the document really ends here, so an end-of-text follows
     read: int
+    name: str = ""  # see Piece
 
 
 @dataclass(frozen=True)
@@ -483,11 +484,13 @@ class Split:
     and folders decide. none: everything trains. only: everything validates. rest: what is named for
     validation is left out, the rest trains.
     train_characters: characters before the tail.
+    whole: the tail begins with a document, none is cut.
     """
 
     mode: str
     val_fraction: float
     train_characters: int = 0
+    whole: bool = False
 
     def parts(self, pieces: Iterable[Piece]) -> Iterator[Part]:
         """Yield the same text, each part with its split."""
@@ -501,20 +504,22 @@ class Split:
             elif self.mode == "files":
                 split = piece.split or "train"
             if self.mode != "rest" or piece.split != "val":
-                yield Part(split, *piece[:4])
+                yield Part(split, *piece[:4], piece.name)
 
     def _by_tail(self, pieces: Iterable[Piece]) -> Iterator[Part]:
         left = self.train_characters
         val_begun = False
         for piece in pieces:
+            if self.whole and left < len(piece.text):
+                left = 0
             head, tail = piece.text[:left], piece.text[left:]
             left -= len(head)
             if head:
                 ends = piece.last and not tail
-                yield Part("train", head, piece.first, ends, 0 if tail else piece.read)
+                yield Part("train", head, piece.first, ends, 0 if tail else piece.read, piece.name)
             if tail:
                 first = piece.first or not val_begun
-                yield Part("val", tail, first, piece.last, piece.read)
+                yield Part("val", tail, first, piece.last, piece.read, piece.name)
                 val_begun = True
 
 
@@ -529,9 +534,13 @@ def is_chosen(text: str, share: float, purpose: bytes) -> bool:
     return int.from_bytes(digest, "little") < share * 2**64
 
 
-def resolve_split(mode: str, val_fraction: float, pieces: Iterable[Piece]) -> Split:
+def resolve_split(
+    mode: str, val_fraction: float, pieces: Iterable[Piece], whole: bool = False
+) -> Split:
     """Return the split of a source; auto is the tail for fewer than FEW_DOCUMENTS documents, or if
-    the hash would leave a split empty, else document. Only the tail reads all pieces."""
+    the hash would leave a split empty, else document. Only the tail reads all pieces.
+
+    whole: no document may be cut."""
     if val_fraction == 0:
         return Split("none", 0)
     if mode == "document":
@@ -544,4 +553,4 @@ def resolve_split(mode: str, val_fraction: float, pieces: Iterable[Piece]) -> Sp
             splits.add(split_of(piece.text, val_fraction))
             if documents >= FEW_DOCUMENTS and len(splits) == 2:
                 return Split("document", val_fraction)
-    return Split("tail", val_fraction, int(characters * (1 - val_fraction)))
+    return Split("tail", val_fraction, int(characters * (1 - val_fraction)), whole)

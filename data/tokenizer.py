@@ -17,7 +17,7 @@ import tempfile
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ END_OF_TEXT = "<|endoftext|>"
 KIND_FILE = "plaingpt_tokenizer.json"  # what kind of tokenizer a folder holds
 JSON_FILE = "tokenizer.json"  # Hugging Face's format
 CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 RANKS_FILE = "ranks.tiktoken"  # tiktoken's format: per line a token in base64 and its rank
 
 
@@ -46,7 +47,9 @@ class Tokenizer:
     files: what `save` writes, name -> content.
     bos: ids at the start of each document.
     ends: the ids that end a sample, if there are others than eot.
-    encode_special: text -> ids with special tokens recognized, unless splitting at them is enough.
+    encode_special: text -> a `tokenizers.Encoding` (ids, offsets) with special tokens recognized,
+        unless splitting at them is enough.
+    chat_template: renders conversations, see data/chat.py; Jinja, empty if there is none.
     spells: False if ids do not stand for bytes of text.
     lossy: True if decoding may give another text.
     """
@@ -59,9 +62,10 @@ class Tokenizer:
     files: dict[str, str] = field(default_factory=dict, repr=False)
     bos: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
-    encode_special: Callable[[str], list[int]] | None = None
+    encode_special: Callable[[str], Any] | None = None
     spells: bool = True
     lossy: bool = False
+    chat_template: str = ""
 
     @property
     def vocab_size(self) -> int:
@@ -83,7 +87,7 @@ class Tokenizer:
         if not special or not self.special:
             return self.encode_array(text).tolist()
         if self.encode_special is not None:
-            return self.encode_special(text)
+            return self.encode_special(text).ids
         names = sorted(self.special, key=len, reverse=True)  # the longest that fits wins
         ids: list[int] = []
         for part in re.split("(" + "|".join(map(re.escape, names)) + ")", text):
@@ -189,29 +193,84 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         if not (folder / KIND_FILE).is_file():
             return hf_from_folder(folder)
-        about = json.loads(text(KIND_FILE))
-        kind = about.pop("kind")
-        if kind == "char":
-            return char_tokenizer(about["alphabet"], about["eot"])
-        if kind == "byte":
-            return byte_tokenizer()
-        if kind == "ids":
-            return ids_tokenizer(about["size"])
-        if kind == "bpe":
-            return own_bpe(about["name"], text(JSON_FILE))
-        if kind == "hf":
-            ends = about.get("ends", ())
-            return hf_from_json(about["name"], text(JSON_FILE), text(CONFIG_FILE), ends)
-        return tiktoken_from_ranks(about, text(RANKS_FILE))
+        loaded = _of_kind(json.loads(text(KIND_FILE)), text)
+        if (folder / TEMPLATE_FILE).is_file():
+            loaded = chat_tokenizer(replace(loaded, chat_template=text(TEMPLATE_FILE)))
+        return loaded
     except (ConfigError, PermissionError):
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise DamagedData(f"{folder}: the tokenizer cannot be read ({error!r})") from error
 
 
+def _of_kind(about: dict[str, Any], text: Callable[[str], str]) -> Tokenizer:
+    """Return the tokenizer that KIND_FILE describes; text: name of a file -> its content."""
+    kind = about.pop("kind")
+    if kind == "char":
+        return char_tokenizer(about["alphabet"], about["eot"])
+    if kind == "byte":
+        return byte_tokenizer()
+    if kind == "ids":
+        return ids_tokenizer(about["size"])
+    if kind == "bpe":
+        return own_bpe(about["name"], text(JSON_FILE))
+    if kind == "hf":
+        ends = about.get("ends", ())
+        return hf_from_json(about["name"], text(JSON_FILE), text(CONFIG_FILE), ends)
+    return tiktoken_from_ranks(about, text(RANKS_FILE))
+
+
 def _described(kind: str, **about) -> str:
     """Return the content of KIND_FILE."""
     return json.dumps({"kind": kind, **about}, indent=1)
+
+
+# Conversations
+
+TURN_STARTS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def chat_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer with a chat template, to be saved with it: its own, or else ChatML.
+
+    ChatML's tokens are reserved ids after all others, unless the tokenizer has them already.
+    """
+    template = tokenizer.chat_template
+    if not template:
+        template = ("{{ bos_token }}" if tokenizer.bos else "") + CHATML
+    if template.endswith(CHATML):
+        names = [name for name in (TURN_STARTS, TURN_ENDS) if name not in tokenizer.special]
+        tokenizer = _with_special(tokenizer, names)
+        first = tokenizer.special[TURN_ENDS]
+        tokenizer = replace(tokenizer, ends=(first, *(i for i in tokenizer.ends if i != first)))
+    files = {**tokenizer.files, TEMPLATE_FILE: template}
+    return replace(tokenizer, files=files, chat_template=template)
+
+
+def _with_special(tokenizer: Tokenizer, names: Sequence[str]) -> Tokenizer:
+    """Append special tokens to the vocabulary."""
+    new = {name: tokenizer.vocab_size + i for i, name in enumerate(names)}
+    files = dict(tokenizer.files)
+    if new and JSON_FILE in files:
+        about, flags = (
+            json.loads(files[JSON_FILE]),
+            ("single_word", "lstrip", "rstrip", "normalized"),
+        )
+        about["added_tokens"] += [
+            {"id": i, "content": name, **dict.fromkeys(flags, False), "special": True}
+            for name, i in new.items()
+        ]
+        files[JSON_FILE] = json.dumps(about, indent=2, ensure_ascii=False)
+    if new and tokenizer.encode_special is not None:
+        made = hf_from_json(tokenizer.name, files[JSON_FILE], files[CONFIG_FILE], tokenizer.ends)
+        return replace(made, chat_template=tokenizer.chat_template)
+    table = [*tokenizer.table, *(b"" for _ in new)]
+    return replace(tokenizer, table=table, special={**tokenizer.special, **new}, files=files)
 
 
 # Prompts
@@ -568,7 +627,19 @@ def hf_from_folder(folder: str | Path) -> Tokenizer:
     config = path / CONFIG_FILE
     config_text = config.read_text(encoding="utf-8") if config.is_file() else "{}"
     content = (path / JSON_FILE).read_text(encoding="utf-8")
-    return hf_from_json(f"hf:{folder}", content, config_text, _end_ids(path))
+    found = hf_from_json(f"hf:{folder}", content, config_text, _end_ids(path))
+    return replace(found, chat_template=_chat_template(path, config_text))
+
+
+def _chat_template(folder: Path, config_text: str) -> str:
+    """Return a folder's chat template: that of its own file, else of the config; "" if none."""
+    if (folder / TEMPLATE_FILE).is_file():
+        return (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+    found = _json_object(config_text, CONFIG_FILE).get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else ""
 
 
 def _end_ids(folder: Path) -> list[int]:
@@ -639,7 +710,7 @@ def hf_from_json(
         files={KIND_FILE: described, JSON_FILE: tokenizer_json, CONFIG_FILE: config_text},
         bos=tuple(bos),
         ends=others,
-        encode_special=lambda text: loaded.encode(text, add_special_tokens=False).ids,
+        encode_special=lambda text: loaded.encode(text, add_special_tokens=False),
         lossy=loaded.normalizer is not None or not has_bytes,
     )
 

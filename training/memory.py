@@ -105,7 +105,7 @@ def activation_bytes(config: Config, device: str = "cpu", model: GPT | None = No
     One window is counted, and two: the difference is what each further window adds. The rest (the
     narrow copies of the weights that autocast makes) is there once.
     """
-    n, documents = config.data.micro_batch, config.data.document_mask
+    n, documents = config.data.micro_batch, config.data.apart
     dtype = getattr(torch, config.run.dtype)
     if model is None:
         attention = pick_attention(config.run.attention, torch.device(device))
@@ -310,7 +310,7 @@ def attempt(config: Config, size: int, ranks: Ranks) -> bool:
         # The optimizer's two slots, the send buffer if there are several ranks, partial sums.
         slots = 2 + (ranks.world > 1) + (partial_sums(mine) if exact else 0)
         held = [torch.zeros_like(p) for p in model.parameters() for _ in range(slots)]
-        parts = 2 + config.data.document_mask
+        parts = 2 + config.data.apart
         batch = torch.zeros(parts, size, T, dtype=torch.int64, device=device)
         for _ in range(1 if exact else min(mine, 2)):  # the second adds to the first's gradient
             with precision.autocast():

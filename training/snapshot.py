@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from data.chat import chat_prompt
 from data.shards import Windows
 from data.tokenizer import Tokenizer, prompt_ids
 from model.config import SamplingConfig
@@ -23,6 +24,8 @@ def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seed: int, tok
     """Continue the prompt by `tokens` tokens at temperature 0.8 and top-k 50."""
     device = next(model.parameters()).device
     ids, first, skip = prompt_ids(tokenizer, prompt, model.config.vocab_size)
+    if tokenizer.chat_template and prompt:  # the prompt is a question
+        ids, first, skip = chat_prompt(tokenizer, prompt), [], 0
     rng = torch.Generator(device).manual_seed(seed)
     settings = SamplingConfig(temperature=0.8, top_k=50, max_new_tokens=tokens)
     new = generate(
@@ -65,7 +68,7 @@ def scored_passage(
     found = []
     for t, target in enumerate(targets[0].tolist()):
         if target == IGNORE_INDEX:
-            break
+            continue  # padding, or what another says in a conversation
         pairs = zip(best.indices[t].tolist(), best.values[t].exp().tolist(), strict=True)
         likeliest = [[token_text(tokenizer, token), round(p, 4)] for token, p in pairs]
         loss = round(-log_probs[t, target].item(), 3)

@@ -105,7 +105,7 @@ def _compile(setup: Setup, console: Console) -> None:
     """
     model, config = setup.model, setup.config
     shape = config.data.micro_batch, config.model.context_length
-    parts = 2 + config.data.document_mask
+    parts = 2 + config.data.apart
     batch = torch.zeros((parts, *shape), dtype=torch.int64, device=setup.ranks.device)
     model.compile()  # in place: the names of the tensors stay as they are
     # Called through DDP, the graph is cut where its buckets end, so that each is sent early.
