@@ -2,7 +2,7 @@
 
 A section is a dataclass whose fields are the options: `name: Annotated[type, "help"] = default`. A
 section called "" has no prefix. Options of a training run also say how a resumed run treats another
-value, `Annotated[type, "help", "must"]`: see training/resume.py.
+value, `Annotated[type, "help", "changed"]`: see training/resume.py.
 
 This is not argparse, which stops at the first mistake and cannot tell `--flag word` from
 `--name value`; collecting every mistake on top of it takes more code than the loop below.

@@ -80,7 +80,7 @@ class DataConfig:
         int | None | Literal["auto"],
         "sequences per forward pass on one rank; auto: largest that fits; default: the rank's "
         "whole share",
-        "must",
+        "changed",
     ] = None
     workers: Annotated[
         int | None, "processes that prepare the data; default: one per core", "free"

@@ -49,9 +49,11 @@ class ModelConfig:
     ] = 8192
     qk_norm: Annotated[bool, "RMS-normalize queries and keys per head", "fixed"] = True
     bias: Annotated[bool, "biases in linear layers and LayerNorm", "fixed"] = False
-    dropout: Annotated[float, "dropout probability in training", "must"] = 0.0
+    dropout: Annotated[float, "dropout probability in training", "changed"] = 0.0
     attention_dropout: Annotated[
-        float | None, "dropout on attention weights; default: same as dropout (0 is faster)", "must"
+        float | None,
+        "dropout on attention weights; default: same as dropout (0 is faster)",
+        "changed",
     ] = None
     tie_embeddings: Annotated[bool, "share weights between embedding and head", "fixed"] = False
 

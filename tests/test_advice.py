@@ -109,6 +109,6 @@ def test_a_run_prints_advice_once_and_logs_it(train_tiny, tmp_path, capsys, monk
     assert train_tiny(tmp_path / "run", **options) == 0
     assert capsys.readouterr().out.count("advice: 80 steps are 4.8 epochs") == 1
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"about": "repeating"') == 1
-    assert train_tiny(tmp_path / "run", **{**options, "max_steps": 90, "resume": "must"}) == 0
+    assert train_tiny(tmp_path / "run", **{**options, "max_steps": 90, "resume": "changed"}) == 0
     assert train_tiny(tmp_path / "other") == 0  # enough text
     assert "advice: " not in capsys.readouterr().out

@@ -114,7 +114,7 @@ def test_a_run_with_snapshots_and_resume(apple, train_tiny, tmp_path, monkeypatc
     for name, device in (("mps", "auto"), ("cpu", "cpu")):
         apple.functions = 0
         for steps in (2, 3):
-            more = {"max_steps": steps, "resume": "must" if steps > 2 else "auto"}
+            more = {"max_steps": steps, "resume": "changed" if steps > 2 else "auto"}
             assert train_tiny(tmp_path / name, device=device, **run, **more) == 0
         assert (apple.functions > 1000) == (device == "auto")
         assert (tmp_path / name / "snapshots.jsonl").read_text().count("\n") == 2

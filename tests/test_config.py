@@ -187,7 +187,7 @@ def test_the_command_line_beats_the_file_and_the_file_the_default(load, capsys):
         (["--seed=9223372036854775808"], "run.seed=9223372036854775808: must be in"),
         (["--device=gpu"], "run.device=gpu: must be auto, cpu, cuda, cuda:N or mps"),
         (["--device=cuda:"], "run.device=cuda:: must be"),
-        (["--resume=must", "--overwrite"], "run.overwrite=true starts over, run.resume=must"),
+        (["--resume=changed", "--overwrite"], "run.overwrite=true starts over, run.resume=changed"),
         (["--interval=0"], "log.interval=0: must be at least 1"),
         (["--wandb", "--project="], "log.project is empty"),
     ],

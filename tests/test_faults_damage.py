@@ -159,7 +159,7 @@ def test_training_on_a_damaged_shard_stops_and_keeps_its_checkpoints(tiny_argv, 
     content[len(content) // 2] ^= 16
     shard.write_bytes(content)
     log = tmp_path / "log"
-    more = {"max_steps": 200, "resume": "must", "prepared_dir": tmp_path / "prepared"}
+    more = {"max_steps": 200, "resume": "changed", "prepared_dir": tmp_path / "prepared"}
     assert train(tiny_argv(tmp_path / "run", **more), log=log) == 3
     assert f"{shard}: the block at byte" in log.read_text()
     assert verified(tmp_path / "run") == [4, 8]
@@ -169,7 +169,7 @@ def test_a_run_without_optimizer_state_can_still_be_fine_tuned(trained, tiny_arg
     for path in trained.rglob("optim.safetensors"):
         path.unlink()
     log = tmp_path / "log"
-    assert train(tiny_argv(trained, max_steps=20, resume="must"), log=log) == 3
+    assert train(tiny_argv(trained, max_steps=20, resume="changed"), log=log) == 3
     told = log.read_text()
     assert "optim.safetensors is missing" in told and "--init_from" in told
     assert train(tiny_argv(tmp_path / "new", init_from=trained)) == 0

@@ -534,7 +534,7 @@ def test_fine_tuning_goes_on_from_the_weights_and_resumes(
     assert saved.model == find_weights(tuned).config
     assert command(train.main, *argv)[0] == 0  # finished: the same command finds nothing to do
     code, _, _ = command(
-        train.main, *fine_tune(pretrained, tiny_folder, max_steps=5, resume="must")
+        train.main, *fine_tune(pretrained, tiny_folder, max_steps=5, resume="changed")
     )
     assert code == 0
     assert find_weights(tuned, "5").origin == "step 5"

@@ -78,7 +78,7 @@ def test_damaged_logs_cost_neither_the_run_nor_its_report(train_tiny, tmp_path, 
         with (folder / name).open("ab") as file:
             file.write(b"\n".join(DAMAGED) + b"\n" + b"\0" * 100_000)
     capsys.readouterr()
-    assert train_tiny(folder, max_steps=8, resume="must", **options) == 0
+    assert train_tiny(folder, max_steps=8, resume="changed", **options) == 0
     assert "report.html was not" not in capsys.readouterr().out
     found = read_metrics(folder / "metrics.jsonl")
     assert {entry["step"]: entry["attempt"] for entry in found} == {1: 1, 2: 1, 4: 1, 6: 2, 8: 2}

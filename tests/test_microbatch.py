@@ -110,5 +110,5 @@ def test_a_run_saves_what_was_chosen_and_keeps_it(train_tiny, tmp_path, monkeypa
     assert train_tiny(folder, micro_batch="auto", max_steps=4) == 0
     assert json.loads((folder / "run.json").read_text())["data"]["micro_batch"] == 2
     monkeypatch.setattr("training.startup.pick_micro_batch", lambda config, ranks: 4)
-    assert train_tiny(folder, micro_batch="auto", max_steps=8, resume="must") == 0
+    assert train_tiny(folder, micro_batch="auto", max_steps=8, resume="changed") == 0
     assert json.loads((folder / "run.json").read_text())["data"]["micro_batch"] == 2

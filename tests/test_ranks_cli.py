@@ -81,7 +81,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(tiny_argv, tmp_path, train_ti
     assert f"stopped at step {step} of 100000; saved in {checkpoint}" in out
     assert "Traceback" not in err
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == step
-    assert train_tiny(tmp_path, **{**options, "max_steps": step + 2}, resume="must") == 0
+    assert train_tiny(tmp_path, **{**options, "max_steps": step + 2}, resume="changed") == 0
     assert f"resuming from {checkpoint}" in capsys.readouterr().out
 
 
@@ -149,7 +149,7 @@ def test_two_ranks_give_one_ranks_weights_and_only_the_first_writes(
     for name in ("loss", "val_loss", "grad_norm"):
         assert [line.get(name) for line in two] == [line.get(name) for line in one]
     # One rank resumes what two ranks began, to the same bits.
-    more = {**options, "max_steps": 6, "resume": "must"}
+    more = {**options, "max_steps": 6, "resume": "changed"}
     capsys.readouterr()
     assert train_tiny(tmp_path / "two", **more) == 0
     assert "note: world was 2, now 1" in capsys.readouterr().out

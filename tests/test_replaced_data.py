@@ -106,11 +106,11 @@ def test_a_changed_text_does_not_reach_a_running_run(
     assert len(list((tmp_path / "prepared").glob("n_txt-*"))) == 2
     assert tokenizer == "byte" or len(tokenizers(a)) == 1 and tokenizers(a) != tokenizers(b)
     text.write_text(OLD)
-    more = {**options, "max_steps": 12, "resume": "must"}
+    more = {**options, "max_steps": 12, "resume": "changed"}
     assert train_tiny(a, **more) == train_tiny(alone, **more) == 0
     assert ends_equal(a, alone)
     text.write_text(new)
-    assert train_tiny(b, **{**options, "max_steps": 4, "resume": "must"}) == 0
+    assert train_tiny(b, **{**options, "max_steps": 4, "resume": "changed"}) == 0
 
 
 def test_two_pipes_do_not_share_a_folder_and_resuming_needs_no_pipe(
@@ -219,7 +219,7 @@ def test_different_content_is_refused_before_it_is_prepared(
     train_tiny(tmp_path / "a", **options, max_steps=4)
     (tmp_path / "other.txt").write_text(NEW)
     prepared = sorted((tmp_path / "prepared").glob("[!.]*"))
-    for resume in ("auto", "must"):
+    for resume in ("auto", "changed"):
         with pytest.raises(ConfigError, match=r"data\.source"):
             train_tiny(
                 tmp_path / "a", **{**options, "source": source, "max_steps": 8, "resume": resume}
@@ -273,4 +273,4 @@ def test_a_changed_text_does_not_reach_another_process(
         read_meta(Path(about["about"]["data_folder"])).fingerprint
         == (about["about"]["data_fingerprint"])
     )
-    assert train_tiny(a, **{**long, "max_steps": 202, "resume": "must"}) == 0
+    assert train_tiny(a, **{**long, "max_steps": 202, "resume": "changed"}) == 0

@@ -52,6 +52,7 @@ OTHER = {
         "data.errors": "replace",
         "data.separator": "END",
         "data.ids": "u4",
+        "data.format": "chat",
         "data.windows": "document",
         "data.document_mask": True,
         "data.global_batch": 64,
@@ -59,7 +60,7 @@ OTHER = {
         "run.init_from": "some/model",
     },
     "content": {"data.source": "other.txt", "data.val_source": "val.txt"},
-    "must": {
+    "changed": {
         # other updates from here on
         "model.dropout": 0.1,
         "model.attention_dropout": 0.1,
@@ -104,7 +105,7 @@ OTHER = {
         "parallel.mode": "none",
         "parallel.timeout": 5.0,
         "run.out_dir": "elsewhere",
-        "run.resume": "must",
+        "run.resume": "changed",
         "run.overwrite": True,
         "log.quiet": True,
     },
@@ -154,9 +155,9 @@ def test_a_change_is_accepted_or_refused_by_the_kind_of_the_option(kind, name, v
     if kind == "start":
         assert resume_problems(saved, asked) == resume_notes(saved, asked) == []
     else:
-        assert refused(saved, asked) == [name] * (kind in ("fixed", "must", "shorter"))
-        must = replace(asked, run=replace(asked.run, resume="must"))
-        assert refused(saved, must) == [name] * (kind == "fixed")
+        assert refused(saved, asked) == [name] * (kind in ("fixed", "changed", "shorter"))
+        changed = replace(asked, run=replace(asked.run, resume="changed"))
+        assert refused(saved, changed) == [name] * (kind == "fixed")
         (note,) = resume_notes(saved, asked)
         assert f"{name}=" in note
     if kind != "fixed":
@@ -190,10 +191,10 @@ def test_a_refusal_lists_all_changes_and_what_to_do():
         "model.n_layers, model.d_model: cannot change once a run has begun",
         "to start over (the old run is moved aside): --overwrite=true; or choose another --out_dir",
     ]
-    must = replace(asked, run=replace(asked.run, resume="must"))
-    assert refused(run_of(), must) == ["model.n_layers", "model.d_model"]
+    changed = replace(asked, run=replace(asked.run, resume="changed"))
+    assert refused(run_of(), changed) == ["model.n_layers", "model.d_model"]
     advice = resume_problems(run_of(), command({"optim.lr": 0.5}))[1]
-    assert advice == "to continue with the new values: --resume=must"
+    assert advice == "to continue with the changed values: --resume=changed"
 
 
 def test_kept_options_are_shown_as_they_would_be_typed():
@@ -216,10 +217,10 @@ def test_changes_that_were_never_saved_are_reported_and_dropped():
 # Typed, edited, or neither
 
 
-def test_with_must_only_what_is_asked_for_changes():
+def test_with_changed_only_what_is_asked_for_changes():
     """Not the config file's value of an option that was typed at the first start."""
     saved = run_of({"optim.lr": 5e-4, "optim.weight_decay": 0.0})
-    asked = command({"run.resume": "must", "optim.beta2": 0.99})
+    asked = command({"run.resume": "changed", "optim.beta2": 0.99})
     assert resume_problems(saved, asked) == []
     now = resumed(saved, asked).optim
     assert (now.lr, now.weight_decay, now.beta2) == (5e-4, 0.0, 0.99)
@@ -235,8 +236,8 @@ def test_an_edited_config_file_is_told_from_an_option_typed_before():
     assert refused(saved, edited) == ["optim.lr"]
     for value in ("0.0005", "0.002", "0.001"):  # the run's, the file's now and before
         assert value in resume_problems(saved, edited)[0]
-    must = command({"run.resume": "must"}, file={"optim.lr": 2e-3})
-    now = from_json(to_json(resumed(saved, must)))
+    changed = command({"run.resume": "changed"}, file={"optim.lr": 2e-3})
+    now = from_json(to_json(resumed(saved, changed)))
     assert now.optim.lr == 2e-3
     assert resume_notes(now, edited) == []  # the change is part of the run from now on
     assert refused(now, command(file={"optim.lr": 1e-3})) == ["optim.lr"]
@@ -259,6 +260,12 @@ def test_a_value_of_unknown_origin_is_kept_with_a_message():
     older = replace(run_of({"optim.lr": 5e-4}), typed=None, in_file=None)
     assert resumed(older, command()).optim.lr == 5e-4
     assert kept(older, command()) == "--lr=0.0005"
+
+
+def test_a_run_that_was_saved_under_the_options_former_name_is_read():
+    text = to_json(command({"run.resume": "changed"})).replace('"changed"', '"must"')
+    assert '"must"' in text
+    assert from_json(text).run.resume == "changed"
 
 
 def test_load_config_records_what_is_typed_and_what_is_in_the_file(tmp_path):
@@ -294,20 +301,20 @@ def test_load_config_records_what_is_typed_and_what_is_in_the_file(tmp_path):
         ("run.time_budget", "10m", "fits:out/a", False),
     ],
 )
-def test_a_run_may_be_made_longer_and_with_must_shorter(name, old, new, is_longer):
+def test_a_run_may_be_made_longer_and_with_changed_shorter(name, old, new, is_longer):
     saved, asked = run_of({name: old}), command({name: new})
     assert (refused(saved, asked) == []) == is_longer
-    assert refused(saved, command({name: new, "run.resume": "must"})) == []
+    assert refused(saved, command({name: new, "run.resume": "changed"})) == []
     assert values_of(resumed(saved, asked))[name] == new
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("run.max_steps", 2000), ("data.source", "x"), ("optim.lr", 0.5)]
 )
-def test_without_a_checkpoint_more_is_refused_and_must_is_not_suggested(name, value):
+def test_without_a_checkpoint_more_is_refused_and_changed_is_not_suggested(name, value):
     lines = resume_problems(run_of(), command({name: value}), can_resume=False)
     assert lines[0].startswith(f"{name}: ")
-    assert not any("--resume=must" in line for line in lines)
+    assert not any("--resume=changed" in line for line in lines)
     assert any("cannot change" in line for line in lines) == (name == "data.source")
 
 
@@ -316,7 +323,7 @@ def test_eval_interval_is_free_unless_the_length_of_the_run_depends_on_it():
         asked = command({**run, "run.eval_interval": 5})
         assert refused(run_of(run), asked) == ["run.eval_interval"]
         assert "run.eval_interval" in refused(run_of(), asked)  # it will depend on it
-        asked = command({**run, "run.eval_interval": 5, "run.resume": "must"})
+        asked = command({**run, "run.eval_interval": 5, "run.resume": "changed"})
         assert refused(run_of(run), asked) == []
 
 

@@ -107,7 +107,7 @@ def test_a_run_without_checkpoints_is_refused_without_advice_to_resume(trained, 
     with pytest.raises(ConfigError) as caught:
         train_tiny(trained, lr=0.005)
     assert "--overwrite=true" in caught.value.problems[-1]
-    assert "--resume=must" not in str(caught.value)
+    assert "--resume=changed" not in str(caught.value)
     assert snapshot(trained) == before
 
 
@@ -149,7 +149,7 @@ def test_a_finished_run_is_reported_and_left_alone(trained, train_tiny, capsys):
         out = capsys.readouterr().out
         assert out.count(f"{trained} is finished at step 8: all steps done; validation loss") == 1
         assert f"python sample.py {trained}" in out
-        assert "--max_steps=16" in out and "--resume=must" not in out
+        assert "--max_steps=16" in out and "--resume=changed" not in out
     assert snapshot(trained) == before
 
 
@@ -163,12 +163,12 @@ def test_options_that_change_no_weights_may_differ(trained, train_tiny):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"lr": 0.5}, ["optim.lr: the run has 0.01, the command says 0.5", "--resume=must"]),
-        ({"max_steps": 6}, ["run.max_steps: the run has 8", "--resume=must"]),
+        ({"lr": 0.5}, ["optim.lr: the run has 0.01, the command says 0.5", "--resume=changed"]),
+        ({"max_steps": 6}, ["run.max_steps: the run has 8", "--resume=changed"]),
         ({"n_layers": 4}, ["model.n_layers: the run has 1", "cannot change"]),
         ({"context_length": 32}, ["model.context_length: the run has 16", "cannot change"]),
-        ({"resume": "must", "n_layers": 4}, ["model.n_layers: the run has 1", "cannot change"]),
-        ({"resume": "must", "seed": 3}, ["run.seed: the run has 1", "cannot change"]),
+        ({"resume": "changed", "n_layers": 4}, ["model.n_layers: the run has 1", "cannot change"]),
+        ({"resume": "changed", "seed": 3}, ["run.seed: the run has 1", "cannot change"]),
         ({"global_batch": 8, "lr": 1}, ["data.global_batch: the run has 4", "optim.lr: the run"]),
     ],
 )
@@ -190,20 +190,20 @@ def test_changed_data_is_refused_and_the_runs_own_stays(train_tiny, tmp_path, ca
     text.write_text("abcdefhg\n" * 60)
     (own,) = (tmp_path / "prepared").glob("text_txt-*")
     prepared, before = snapshot(own), snapshot(run)
-    with pytest.raises(ConfigError, match=r"(?s)not what the run was trained on.*--resume=must"):
+    with pytest.raises(ConfigError, match=r"(?s)not what the run was trained on.*--resume=changed"):
         train_tiny(run, **options, checkpoint_interval=2)
     assert snapshot(run) == before
     assert snapshot(own) == prepared
-    shutil.copytree(run, tmp_path / "must")
+    shutil.copytree(run, tmp_path / "changed")
     text.write_text("abcdefgh\n" * 60)
     assert train_tiny(run, **options, checkpoint_interval=2) == 0
     text.write_text("abcdefhg\n" * 60)
     capsys.readouterr()
-    assert train_tiny(tmp_path / "must", **options, checkpoint_interval=2, resume="must") == 0
+    assert train_tiny(tmp_path / "changed", **options, checkpoint_interval=2, resume="changed") == 0
     assert "resuming with the run's own data" in capsys.readouterr().out
     ends = [
         (folder / "checkpoints/step-4/model.safetensors").read_bytes()
-        for folder in (run, tmp_path / "must")
+        for folder in (run, tmp_path / "changed")
     ]
     assert ends[0] == ends[1]
 
@@ -231,11 +231,11 @@ def test_changed_data_is_named_and_not_a_vocabulary_that_follows_from_it(
     assert train_tiny(run, **options, max_steps=4) == 0
 
 
-# With new values
+# With changed values
 
 
-def test_resume_must_continues_with_new_values(trained, train_tiny):
-    assert train_tiny(trained, resume="must", max_steps=12, lr=0.002, schedule="constant") == 0
+def test_resume_changed_continues_with_new_values(trained, train_tiny):
+    assert train_tiny(trained, resume="changed", max_steps=12, lr=0.002, schedule="constant") == 0
     rates = {e["step"]: e["lr"] for e in read_metrics(trained / "metrics.jsonl") if "lr" in e}
     assert rates[12] == 0.002
     assert rates[2] > 0.002
@@ -245,9 +245,9 @@ def test_resume_must_continues_with_new_values(trained, train_tiny):
     assert train_tiny(trained, max_steps=12, lr=0.002, schedule="constant") == 0  # no longer new
 
 
-def test_resume_must_needs_something_to_resume(train_tiny, tmp_path):
-    with pytest.raises(ConfigError, match="resume=must: .*holds no checkpoint"):
-        train_tiny(tmp_path / "new", resume="must")
+def test_resume_changed_needs_something_to_resume(train_tiny, tmp_path):
+    with pytest.raises(ConfigError, match="resume=changed: .*holds no checkpoint"):
+        train_tiny(tmp_path / "new", resume="changed")
 
 
 @pytest.fixture
@@ -298,15 +298,15 @@ def test_options_typed_before_stay_and_a_longer_run_reports_the_learning_rate(
     assert in_file["optim.lr"] == 0.01 and in_file["log.interval"] == 2
 
 
-def test_an_edited_config_file_is_refused_and_accepted_with_must(start_tiny, tmp_path, capsys):
+def test_an_edited_config_file_is_refused_and_accepted_with_changed(start_tiny, tmp_path, capsys):
     run = tmp_path / "run"
     assert start_tiny(run, "--max_steps=4") == 0
     before = snapshot(run)
     with pytest.raises(ConfigError) as caught:
         start_tiny(run, "--max_steps=6", lr=0.002)
-    assert "optim.lr" in str(caught.value) and "--resume=must" in str(caught.value)
+    assert "optim.lr" in str(caught.value) and "--resume=changed" in str(caught.value)
     assert snapshot(run) == before
-    assert start_tiny(run, "--max_steps=6", "--resume=must", lr=0.002) == 0
+    assert start_tiny(run, "--max_steps=6", "--resume=changed", lr=0.002) == 0
     assert "optim.lr=0.002" in capsys.readouterr().out
     assert run_json(run)["optim"]["lr"] == 0.002
     assert start_tiny(run, lr=0.002) == 0  # no longer new
@@ -409,7 +409,7 @@ def test_a_mistake_in_the_time_budget_leaves_the_folder_alone(trained, train_tin
     for folder, options in (
         (new, {}),
         (trained, {"overwrite": True}),
-        (trained, {"resume": "must"}),
+        (trained, {"resume": "changed"}),
     ):
         with pytest.raises(ConfigError, match="run.time_budget=fits:nowhere: "):
             train_tiny(folder, time_budget="fits:nowhere", **options)

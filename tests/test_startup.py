@@ -217,7 +217,7 @@ def test_missing_weights_are_one_line(finetune, tmp_path, place, said):
 def test_a_resume_no_longer_needs_the_weights_to_start_from(finetune, trained, tmp_path):
     assert finetune() == 0
     shutil.rmtree(trained)
-    assert finetune(resume="must", max_steps=3) == 0
+    assert finetune(resume="changed", max_steps=3) == 0
     assert optimizer_steps(tmp_path / "fine", 3) == {3}
 
 
@@ -363,6 +363,6 @@ def test_a_compiled_run_saves_plain_names_and_can_be_resumed_uncompiled(
     names = load_file(tmp_path / "checkpoints/step-2/model.safetensors").keys()
     plain = load_file(trained_once / "checkpoints/step-8/model.safetensors").keys()
     assert names == plain
-    assert train_tiny(tmp_path, compile=False, max_steps=3, resume="must") == 0
-    assert train_tiny(tmp_path, compile=True, max_steps=4, resume="must") == 0
+    assert train_tiny(tmp_path, compile=False, max_steps=3, resume="changed") == 0
+    assert train_tiny(tmp_path, compile=True, max_steps=4, resume="changed") == 0
     assert len(compiled) == 2

@@ -91,7 +91,7 @@ def test_tokens_and_skipped_steps_are_counted_across_a_resume(train_tiny, tmp_pa
         "interval": 2,
     }
     assert train_tiny(tmp_path / "run", max_steps=3, **options) == 0
-    assert train_tiny(tmp_path / "run", max_steps=8, resume="must", **options) == 0
+    assert train_tiny(tmp_path / "run", max_steps=8, resume="changed", **options) == 0
     totals = metrics(tmp_path / "run", "tokens")
     assert totals == {
         step: sum(found.tokens for found in counted[:step]) for step in (1, 2, 3, 4, 6, 8)
@@ -111,7 +111,7 @@ def test_a_run_older_than_the_count_of_tokens_resumes_without_it(train_tiny, tra
         return state_from_json({name: saved[name] for name in saved if name != "tokens"})
 
     monkeypatch.setattr("training.checkpoint.state_from_json", older)
-    assert train_tiny(trained, max_steps=10, resume="must") == 0
+    assert train_tiny(trained, max_steps=10, resume="changed") == 0
     assert list(metrics(trained, "tokens")) == [1, 2, 4, 6, 8]
     assert max(metrics(trained, "loss")) == 10
 
@@ -313,7 +313,7 @@ def test_a_worse_loss_never_replaces_the_best_also_after_a_resume(
     assert f"best: {tmp_path}/checkpoints/step-2" in capsys.readouterr().out
     kept = weights(tmp_path, 2)
     losses(2.4, 2.1)
-    more = {"max_steps": 10, "resume": "must", "eval_interval": 2, "checkpoint_interval": 2}
+    more = {"max_steps": 10, "resume": "changed", "eval_interval": 2, "checkpoint_interval": 2}
     train_tiny(tmp_path, **more)
     assert best.read_text() == "step-2\n"
     assert same_weights(weights(tmp_path, 2), kept)
@@ -431,5 +431,5 @@ def test_a_resume_continues_the_run_at_wandb(train_tiny, tmp_path, monkeypatch):
     assert [step for step, *names in logged if "loss" in names] == [1, 2, 4]
     state = json.loads((tmp_path / "checkpoints/step-4/state.json").read_text())
     assert state["wandb_id"] == "abc"
-    train_tiny(tmp_path, max_steps=6, wandb=True, project="mine", resume="must")
+    train_tiny(tmp_path, max_steps=6, wandb=True, project="mine", resume="changed")
     assert asked[1]["id"] == "abc"

@@ -59,16 +59,20 @@ class OptimConfig:
     optimizer: Annotated[
         Literal["adamw", "muon"], "muon: Muon for hidden matrices, AdamW for the rest", "fixed"
     ] = "adamw"
-    lr: Annotated[float, "peak learning rate of AdamW", "must"] = 1e-3
-    muon_lr: Annotated[float, "peak learning rate of Muon", "must"] = 0.02
-    momentum: Annotated[float, "Nesterov momentum of Muon", "must"] = 0.95
-    weight_decay: Annotated[float, "decoupled; matrices only, not norms or biases", "must"] = 0.1
-    beta1: Annotated[float, "AdamW: decay rate of the gradient's running mean", "must"] = 0.9
+    lr: Annotated[float, "peak learning rate of AdamW", "changed"] = 1e-3
+    muon_lr: Annotated[float, "peak learning rate of Muon", "changed"] = 0.02
+    momentum: Annotated[float, "Nesterov momentum of Muon", "changed"] = 0.95
+    weight_decay: Annotated[float, "decoupled; matrices only, not norms or biases", "changed"] = 0.1
+    beta1: Annotated[float, "AdamW: decay rate of the gradient's running mean", "changed"] = 0.9
     # 0.95 as in GPT-3 and Llama, not Adam's 0.999: an average over 20 steps instead of 1,000 soon
     # follows a sudden change of the gradient's size, which makes loss spikes rarer.
-    beta2: Annotated[float, "AdamW: decay rate of the squared gradient's mean", "must"] = 0.95
-    eps: Annotated[float, "AdamW: added to the denominator, against division by 0", "must"] = 1e-8
-    grad_clip: Annotated[float, "maximum norm of the whole gradient; 0: no clipping", "must"] = 1.0
+    beta2: Annotated[float, "AdamW: decay rate of the squared gradient's mean", "changed"] = 0.95
+    eps: Annotated[float, "AdamW: added to the denominator, against division by 0", "changed"] = (
+        1e-8
+    )
+    grad_clip: Annotated[float, "maximum norm of the whole gradient; 0: no clipping", "changed"] = (
+        1.0
+    )
 
     def problems(self) -> list[str]:
         rules = {
@@ -86,11 +90,15 @@ class ScheduleConfig:
     # wsd does not depend on the length of the run before its decay begins (cosine does from the
     # start), so a run can still be made longer.
     schedule: Annotated[
-        Literal["constant", "cosine", "wsd"], "wsd: warmup, stable, linear decay", "must"
+        Literal["constant", "cosine", "wsd"], "wsd: warmup, stable, linear decay", "changed"
     ] = "wsd"
-    warmup_steps: Annotated[int, "steps of linear warmup", "must"] = 20
-    decay_fraction: Annotated[float, "wsd: final fraction of the run, spent decaying", "must"] = 0.5
-    min_lr_ratio: Annotated[float, "final learning rate, as a fraction of the peak", "must"] = 0.0
+    warmup_steps: Annotated[int, "steps of linear warmup", "changed"] = 20
+    decay_fraction: Annotated[
+        float, "wsd: final fraction of the run, spent decaying", "changed"
+    ] = 0.5
+    min_lr_ratio: Annotated[float, "final learning rate, as a fraction of the peak", "changed"] = (
+        0.0
+    )
 
     def problems(self) -> list[str]:
         rules = {"warmup_steps": AT_LEAST_0, "decay_fraction min_lr_ratio": FRACTION}
@@ -107,7 +115,7 @@ class ParallelConfig:
     reduction: Annotated[
         Literal["auto", "exact", "fast"],
         "how gradients are summed over ranks; exact: the same bits on 1, 2, 4 ... ranks",
-        "must",
+        "changed",
     ] = "auto"
     timeout: Annotated[float, "longest wait for another rank, in seconds", "start"] = 600.0
 
@@ -127,35 +135,35 @@ class RunConfig:
         "longer",
     ] = ""
     seed: Annotated[int, "random seed (weights, data order, dropout)", "fixed"] = 1
-    device: Annotated[str, "auto, cpu, cuda, cuda:N or mps", "must"] = "auto"
+    device: Annotated[str, "auto, cpu, cuda, cuda:N or mps", "changed"] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         "compute precision (dtype of matrix multiplications)",
-        "must",
+        "changed",
     ] = "auto"
     attention: Annotated[
         Literal["auto", "reference", "tiled", "sdpa"],
         "attention implementation; all give the same result up to rounding",
-        "must",
+        "changed",
     ] = "auto"
-    compile: Annotated[bool, "torch.compile the model", "must"] = False
+    compile: Annotated[bool, "torch.compile the model", "changed"] = False
     threads: Annotated[
-        int | None, "CPU threads per rank; default: the rank's share of the cores", "must"
+        int | None, "CPU threads per rank; default: the rank's share of the cores", "changed"
     ] = None
-    deterministic: Annotated[bool, "deterministic kernels only, or an error", "must"] = False
+    deterministic: Annotated[bool, "deterministic kernels only, or an error", "changed"] = False
     init_from: Annotated[
         str,
         "start from these weights: a run, checkpoint, Hugging Face folder or hub:OWNER/NAME",
         "fixed",
     ] = ""
     resume: Annotated[
-        Literal["auto", "must"],
-        "auto: resume if out_dir holds a run; must: resume even though options changed",
+        Literal["auto", "changed"],
+        "auto: resume if out_dir holds a run; changed: also with changed values",
         "start",
     ] = "auto"
     overwrite: Annotated[bool, "start over; the old run is moved aside", "start"] = False
-    eval_interval: Annotated[int, "steps between evaluations", "must"] = 250
-    eval_windows: Annotated[int, "validation windows per evaluation; 0: all", "must"] = 0
+    eval_interval: Annotated[int, "steps between evaluations", "changed"] = 250
+    eval_windows: Annotated[int, "validation windows per evaluation; 0: all", "changed"] = 0
     checkpoint_interval: Annotated[int, "steps between checkpoints", "free"] = 250
     keep_checkpoints: Annotated[int, "checkpoints to keep, besides the best", "free"] = 2
     patience: Annotated[int, "stop after N evaluations without improvement; 0: never", "longer"] = 0
@@ -177,8 +185,8 @@ class RunConfig:
             ),
         }
         found = out_of_range("run", self, rules)
-        if self.overwrite and self.resume == "must":
-            found.append("run.overwrite=true starts over, run.resume=must resumes: use only one")
+        if self.overwrite and self.resume == "changed":
+            found.append("run.overwrite=true starts over, run.resume=changed resumes: use only one")
         return found
 
 
@@ -481,6 +489,8 @@ def from_json(source: str | Mapping[str, Any]) -> Config:
     saved = dict(saved)
     typed, others = saved.pop("command_line", None), saved.pop("config_file", None)
     values = {f"{name}.{leaf}": v for name, options in saved.items() for leaf, v in options.items()}
+    if values.get("run.resume") == "must":
+        values["run.resume"] = "changed"  # as it is called now
     unknown = [f"section {name}" for name in saved if name not in SECTIONS]
     unknown = unknown or [f"option {name}" for name in values if name not in FULL_NAMES]
     if unknown:

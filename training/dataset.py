@@ -124,14 +124,14 @@ def _own_data(checkpoint: Path, config: Config, console: Console) -> Path | None
     began_with = from_json(read_json(checkpoint / RUN)).data
     difference = difference_from(folder, config.data, began_with, console.say)
     same_source = source_options(config.data) == source_options(began_with)
-    if difference and config.run.resume == "must" and same_source:
+    if difference and config.run.resume == "changed" and same_source:
         console.say(f"note: {difference}; resuming with the run's own data, {folder}")
     elif difference:
         raise ConfigError(
             [
                 difference,
-                f"the run's own data is still in {folder}: to resume with it, --resume=must with "
-                f"--{source_options(began_with)}",
+                f"the run's own data is still in {folder}: to resume with it, --resume=changed "
+                f"with --{source_options(began_with)}",
                 "to start over (the old run is moved aside): --overwrite=true; or choose another "
                 "--out_dir",
             ]

@@ -98,7 +98,7 @@ def longer_options(config: Config, state: TrainState) -> list[str]:
         if seconds := seconds_of(budget):
             options.append(f"--time_budget={math.ceil(2 * max(seconds, state.seconds))}s")
         else:  # no time budget, or the lengths of another run
-            options += ["--time_budget=", "--resume=must"] if budget else []
+            options += ["--time_budget=", "--resume=changed"] if budget else []
             options.append(f"--max_steps={2 * state.step}")
     return options
 

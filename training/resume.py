@@ -52,8 +52,8 @@ from training.weights import find_weights, inherit_model, with_inherited_tokeniz
 # How a resumed run treats another value of an option. Each option names its kind after its help.
 KINDS = {
     "fixed": "refused: the checkpoint would not fit, or its step number would mean other windows",
-    "must": "accepted with --resume=must: the result is then not that of an uninterrupted run",
-    "longer": "accepted if it makes the run longer, else like must",
+    "changed": "accepted with --resume=changed: the result is not that of an uninterrupted run",
+    "longer": "accepted if it makes the run longer, else like changed",
     "content": "accepted: the data itself is compared when it is opened",
     "free": "accepted: no weight depends on it",
     "start": "accepted without a message: it belongs to the start, not to the run",
@@ -109,12 +109,12 @@ def _kind(saved: Config, asked: Config, name: str, old: Any, new: Any) -> str:
     """Return the option's kind, where it depends on the values the one that counts here."""
     kind = FULL_NAMES[name].resume
     if kind == "longer":
-        return "free" if _is_longer(name, old, new) else "must"
+        return "free" if _is_longer(name, old, new) else "changed"
     if name == "run.device" and old.partition(":")[0] == new.partition(":")[0]:
         return "start"  # another GPU of the same machine computes the same
     if name == "run.eval_interval":  # patience counts evaluations, and a time budget includes them
         counts = any(c.run.patience or c.run.time_budget for c in (saved, asked))
-        return "must" if counts else "free"
+        return "changed" if counts else "free"
     return kind
 
 
@@ -149,9 +149,9 @@ def resume_problems(saved: Config, asked: Config, can_resume: bool = True) -> li
     """List why the run cannot be resumed with this command: each change, then what to do.
 
     can_resume: there is a checkpoint. Without one no run can be made longer, the source cannot be
-    compared, and --resume=must does not help.
+    compared, and --resume=changed does not help.
     """
-    refusing = ("fixed",) if asked.run.resume == "must" else ("fixed", "must")
+    refusing = ("fixed",) if asked.run.resume == "changed" else ("fixed", "changed")
     needs_checkpoint = () if can_resume else ("content", "longer")
     refused = [
         diff
@@ -165,7 +165,7 @@ def resume_problems(saved: Config, asked: Config, can_resume: bool = True) -> li
     if fixed := [diff.name for diff in refused if diff.kind in ("fixed", "content")]:
         lines.append(f"{', '.join(fixed)}: cannot change once a run has begun")
     elif can_resume:
-        lines.append("to continue with the new values: --resume=must")
+        lines.append("to continue with the changed values: --resume=changed")
     lines.append(
         "to start over (the old run is moved aside): --overwrite=true; or choose another --out_dir"
     )
@@ -260,9 +260,9 @@ def _begin_or_resume(
     newest = checkpoints.newest()
     if newest is not None:
         checkpoints.mend_best(newest.state)
-    elif config.run.resume == "must":
+    elif config.run.resume == "changed":
         raise ConfigError(
-            f"run.resume=must: {folder} holds no checkpoint to resume from; remove --resume"
+            f"run.resume=changed: {folder} holds no checkpoint to resume from; remove --resume"
         )
     saved = newest.config() if newest is not None else _read_run_json(folder)
     if saved is None:
