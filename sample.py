@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,9 +19,7 @@ from cli.options import (
 )
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
-    from torch import Tensor
-
-    from data.tokenizer import StreamDecoder, Tokenizer
+    from data.tokenizer import Tokenizer
     from model.config import SamplingConfig
     from model.gpt import GPT
 
@@ -74,14 +72,13 @@ def main(argv: list[str]) -> int:
         import torch
 
         from training.device import Precision
-        from training.distributed import pick_device
-        from training.weights import find_weights
+        from training.inference import load
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    device = pick_device(options.device)
-    model, tokenizer = find_weights(run, options.which).load(device)
-    with Precision(getattr(torch, options.dtype), device.type).autocast():
+    model, tokenizer = load(run, options.which, device=options.device)
+    device = model.head_weight.device.type
+    with Precision(getattr(torch, options.dtype), device).autocast():
         write_samples(model, tokenizer, prompt, options, settings)
     return 0
 
@@ -114,33 +111,26 @@ def write_samples(
 
     Raises ConfigError for characters that the tokenizer, or ids that the model does not know.
     """
-    import torch
+    from training.inference import continuations
 
-    from data.tokenizer import StreamDecoder, prompt_ids
-    from model.generate import generate
-
-    vocab_size, context = model.config.vocab_size, model.config.context_length
-    ids, first_ids, skip = prompt_ids(tokenizer, prompt, vocab_size, options.special)
-    if len(ids) > context:
-        note = f"note: the prompt has {len(ids)} tokens; the model sees only the last {context}"
-        print(note, file=sys.stderr)
-    device = next(model.parameters()).device
-    stop_ids = () if options.ignore_eot else tokenizer.stop_ids
-    new_ids = generate(
+    new = continuations(
         model,
-        torch.tensor([ids] * options.num_samples, device=device),
+        tokenizer,
+        prompt,
         settings,
-        torch.Generator(device).manual_seed(options.seed),
-        stop_ids=stop_ids,
-        never=tokenizer.unused_ids(vocab_size),
-        first_ids=first_ids,
+        rows=options.num_samples,
+        seed=options.seed,
+        stop=options.stop,
+        special=options.special,
+        ignore_eot=options.ignore_eot,
+        say=functools.partial(print, file=sys.stderr),
     )
-    rows = [Row(StreamDecoder(tokenizer, skip), options.stop) for _ in range(options.num_samples)]
-    texts, streaming = [prompt] * len(rows), options.stream and len(rows) == 1
+    texts = [prompt] * options.num_samples
+    streaming = options.stream and len(texts) == 1
     if streaming:
         print(shown(prompt, sys.stdout), end="", flush=True)
     try:
-        for number, text in new_texts(new_ids, rows, stop_ids):
+        for number, text in new:
             texts[number] += text
             if streaming:
                 print(shown(text, sys.stdout), end="", flush=True)
@@ -148,54 +138,9 @@ def write_samples(
         if streaming:
             print()
         for number, text in enumerate([] if streaming else texts, start=1):
-            if len(rows) > 1:
+            if len(texts) > 1:
                 print(f"--- sample {number}")
             print(shown(text, sys.stdout))
-
-
-def new_texts(
-    new_ids: Iterator[Tensor], rows: list[Row], stop_ids: Collection[int]
-) -> Iterator[tuple[int, str]]:
-    """Yield (row, new text) until every row has ended; `new_ids` are one id per row, (B,)."""
-    for column in new_ids:
-        for number, (row, token) in enumerate(zip(rows, column.tolist(), strict=True)):
-            if not row.ended:
-                yield number, row.finish() if token in stop_ids else row.push(token)
-        if all(row.ended for row in rows):
-            return
-    for number, row in enumerate(rows):
-        if not row.ended:
-            yield number, row.finish()
-
-
-class Row:
-    """Turn the ids of one sample into text: complete characters, up to the first stop text."""
-
-    def __init__(self, decoder: StreamDecoder, stops: tuple[str, ...]) -> None:
-        self.decoder, self.stops = decoder, stops
-        self.held = ""  # the end of the text so far, which may be the beginning of a stop text
-        self.ended = False
-
-    def push(self, token: int) -> str:
-        """Return the text that is certain after this id."""
-        return self._release(self.decoder.push(token))
-
-    def finish(self) -> str:
-        """Return the rest of the text: no id follows."""
-        text = self._release(self.decoder.finish()) + self.held
-        self.ended = True
-        return text
-
-    def _release(self, new: str) -> str:
-        text = self.held + new
-        starts = [text.find(stop) for stop in self.stops if stop in text]
-        if starts:
-            self.ended, self.held = True, ""
-            return text[: min(starts)]
-        lengths = [n for stop in self.stops for n in range(len(stop)) if text.endswith(stop[:n])]
-        certain = len(text) - max(lengths, default=0)
-        self.held = text[certain:]
-        return text[:certain]
 
 
 if __name__ == "__main__":

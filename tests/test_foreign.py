@@ -43,10 +43,11 @@ from model.config import ModelConfig, SamplingConfig
 from model.generate import generate
 from model.gpt import GPT
 from model.huggingface import DamagedFolder
-from tools.evaluate import EvaluateOptions, read_ids, score
+from tools.evaluate import EvaluateOptions, read_ids
 from tools.export import __main__ as export
 from tools.export.huggingface import export_huggingface
 from training.metrics import read_metrics
+from training.score import score
 from training.snapshot import token_text
 from training.weights import find_weights
 
@@ -759,12 +760,10 @@ def test_generated_text_cannot_control_a_terminal(text, escaped):
 
 @pytest.mark.parametrize("options", [{}, {"stream": False}, {"num_samples": 2}], ids=str)
 def test_sampling_escapes_what_a_terminal_would_obey(options, monkeypatch, capsys):
-    import model.generate
-
     def rigged(network, prompt, *args, **kwargs):
         yield from (torch.tensor([byte] * len(prompt)) for byte in b"\x1b[2J")
 
-    monkeypatch.setattr(model.generate, "generate", rigged)
+    monkeypatch.setattr("training.inference.generate", rigged)
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True, raising=False)
     network = GPT(ModelConfig(n_layers=1, d_model=8, n_heads=2).resolved(257))
     chosen = sample.SampleOptions(**options)

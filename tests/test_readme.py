@@ -263,11 +263,3 @@ def test_the_lines_to_read_are_the_budgets():
     told = f"{LINES['spine']:,} lines on the path of a batch, {LINES['product']:,} in all"
     assert told in PAGES[Path("docs/comparison.md")]
     assert f"| {LINES['spine']:,} to follow a batch, {LINES['product']:,} in all |" in README
-
-
-def test_the_code_for_notebooks_runs(trained, capsys):
-    page = PAGES[Path("docs/notebook.md")].replace("out/small", trained.as_posix())
-    blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 4
-    exec(compile("\n".join(blocks), "docs/notebook.md", "exec"), {})
-    assert "perplexity" in capsys.readouterr().out

@@ -16,11 +16,11 @@ from conftest import ROOT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import model.generate
 import sample
 from data.tokenizer import StreamDecoder, byte_tokenizer, char_tokenizer, start_ids
 from model.config import ModelConfig, SamplingConfig
 from model.gpt import GPT
+from training.inference import Row
 
 BYTES = byte_tokenizer()
 
@@ -229,7 +229,7 @@ def says(monkeypatch, capsys):
             if not ended:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(model.generate, "generate", rigged)
+        monkeypatch.setattr("training.inference.generate", rigged)
         chosen = sample.SampleOptions(num_samples=len(rows), **options)
         with nullcontext() if ended else pytest.raises(KeyboardInterrupt):
             sample.write_samples(network(), BYTES, prompt, chosen, SamplingConfig())
@@ -283,7 +283,7 @@ def test_only_complete_characters_are_printed(says, stream):
     st.lists(st.text("ab\nï", min_size=1, max_size=3), max_size=3),
 )
 def test_a_row_gives_the_text_before_the_first_stop(text, stops):
-    row, got = sample.Row(StreamDecoder(BYTES), tuple(stops)), ""
+    row, got = Row(StreamDecoder(BYTES), tuple(stops)), ""
     for i, byte in enumerate(text.encode()):
         got += "" if row.ended else row.push(byte)
         so_far = text.encode()[: i + 1].decode(errors="ignore")

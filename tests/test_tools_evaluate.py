@@ -17,8 +17,9 @@ from cli.options import ConfigError
 from data.tokenizer import byte_tokenizer, ids_tokenizer
 from model.config import ModelConfig
 from model.gpt import GPT
-from tools.evaluate import EvaluateOptions, read_ids, score, windows
+from tools.evaluate import EvaluateOptions, read_ids
 from tools.export import __main__ as export
+from training.score import score, windows
 
 
 @given(n=st.integers(2, 200), T=st.integers(1, 30), stride=st.integers(1, 30))

@@ -12,8 +12,7 @@ time here too.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -22,6 +21,7 @@ from cli.command import run_command
 from cli.options import ConfigError, parse_options
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
+    from data.readers import Piece
     from data.shards import Windows
     from data.tokenizer import Tokenizer
     from model.gpt import GPT
@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # torch is imported once the command line is known to be righ
     from training.weights import Weights
 
 USAGE = "python -m tools.evaluate RUN_OR_FOLDER [--source=TEXT] [--stride=N]"
-BATCH_TOKENS = 4096  # per forward pass
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,7 @@ def main(argv: list[str]) -> int:
 
     from training.device import Precision
     from training.distributed import pick_device
+    from training.score import score, spelling, window_sizes
     from training.weights import find_weights
 
     if options.threads is not None:
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
         found, method = score_split(split, config, model, tokenizer, precision)
     else:
         ids, starts = read_ids(options, tokenizer) if split is None else read_split(split)
-        T, stride = window_sizes(options, model.config.context_length)
+        T, stride = window_sizes(model, options.context_length, options.stride)
         masked = config is not None and config.data.document_mask
         with precision.autocast():
             found = score(model, ids, tokenizer, T, stride, starts if masked else None)
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
         if split is not None:
             scale, lost = split.meta.byte_scale("val"), split.meta.lost_share("val")
         else:
-            scale, lost = spelling(options, tokenizer)
+            scale, lost = spelling(source_pieces(options), tokenizer)
         found = replace(found, bytes=round(found.bytes * scale))
         method += f"; the tokenizer loses {lost:.2%} of the text" if lost else ""
     print(f"{options.source or 'validation split'}: {method}")
@@ -167,118 +167,33 @@ def read_split(split: Windows) -> tuple[list[int], list[int]]:
     return ids, starts
 
 
-def window_sizes(options: EvaluateOptions, longest: int) -> tuple[int, int]:
-    """Return (context, stride). Raises ConfigError if either is too large."""
-    T = options.context_length or longest
-    if longest < T:
-        raise ConfigError(f"context_length={T}: must be at most the model's context, {longest}")
-    stride = options.stride or max(1, T // 2)
-    if stride > T:
-        raise ConfigError(
-            f"stride={stride}: must be at most the context, {T}; tokens would be skipped"
-        )
-    return T, stride
-
-
 def read_ids(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the ids of all documents, joined by end-of-text, and the positions where they start.
 
     Raises ConfigError if there are fewer than two tokens.
     """
     from data.encode import source_ids
-    from data.readers import ReadOptions
     from data.sources import open_source
+    from training.score import text_ids
 
-    ids: list[int] = []
-    starts: list[int] = []
     source = open_source(options.source)
     if source.holds_ids:
         ids, starts = source_ids(source, tokenizer, options.ids)
     else:
         n_ids = 0 if tokenizer.spells else tokenizer.vocab_size
-        for piece in source.pieces(ReadOptions(options.text_field, options.errors, n_ids=n_ids)):
-            if piece.first:
-                if starts and tokenizer.eot is not None:
-                    ids.append(tokenizer.eot)
-                opening = tokenizer.between if starts else tokenizer.bos
-                starts.append(len(ids) + min(1, len(opening)))  # as in prepared data
-                ids += opening
-            ids += tokenizer.encode(piece.text)
+        ids, starts = text_ids(source_pieces(options, n_ids), tokenizer)
     if len(ids) < 2:
         raise ConfigError(f"source={options.source}: {len(ids)} tokens; a loss needs two")
     return ids, starts
 
 
-def spelling(options: EvaluateOptions, tokenizer: Tokenizer) -> tuple[float, float]:
-    """Return (bytes of text per byte that its ids decode to, share of the text that is lost)."""
+def source_pieces(options: EvaluateOptions, n_ids: int = 0) -> Iterable[Piece]:
+    """Read the documents of the text. n_ids: above 0 if its rows may be lists of ids."""
     from data.readers import ReadOptions
     from data.sources import open_source
-    from data.tokenizer import lost_bytes
 
-    total = lost = spelled = 0
-    for piece in open_source(options.source).pieces(
-        ReadOptions(options.text_field, options.errors)
-    ):
-        total += len(piece.text.encode("utf-8"))
-        raw = tokenizer.decode_bytes(tokenizer.encode(piece.text))
-        lost += lost_bytes(piece.text, raw.decode("utf-8", errors="replace"))
-        spelled += len(raw)
-    return total / max(1, spelled), lost / max(1, total)
-
-
-def windows(n: int, T: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, first) for each window over n tokens: the model reads from token `start`
-    on, and tokens first ... end - 1 are scored. Each token but the first is scored once. Every
-    window has T inputs, unless the text is shorter.
-    """
-    scored, end = 1, min(n, T + 1)
-    while scored < n:
-        yield max(0, end - T - 1), end, scored
-        scored, end = end, min(n, end + stride)
-
-
-def score(
-    model: GPT,
-    ids: list[int],
-    tokenizer: Tokenizer,
-    T: int,
-    stride: int,
-    starts: list[int] | None = None,
-) -> Evaluation:
-    """Return the loss over all ids but the first and the starts of documents, which are given, not
-    predicted. Sums are float64, in the order of the text.
-
-    starts: positions where documents start, for a model that was trained on one document at a time.
-    Raises ConfigError if an id is outside of the model's vocabulary.
-    """
-    import numpy as np
-    import torch
-
-    from data.shards import documents_of
-    from data.tokenizer import check_ids
-    from model.loss import IGNORE_INDEX
-    from training.evaluate import Evaluation
-
-    check_ids(ids, model.config.vocab_size, tokenizer)
-    text, device = torch.tensor(ids), next(model.parameters()).device
-    targets = text.masked_fill(torch.isin(text, torch.tensor(tokenizer.between)), IGNORE_INDEX)[1:]
-    rows = [text[:-1], targets]
-    if starts is not None:  # a token is seen with the document of its target
-        documents = documents_of(np.array(starts), len(ids), 0, len(ids))
-        rows.append(torch.from_numpy(documents)[1:])
-    all_windows = list(windows(len(ids), T, stride))
-    batch, losses = max(1, BATCH_TOKENS // T), []
-    for i in range(0, len(all_windows), batch):
-        chosen = all_windows[i : i + batch]
-        parts = [torch.stack([row[start : end - 1] for start, end, _ in chosen]) for row in rows]
-        for scored, (start, _, first) in zip(parts[1], chosen, strict=True):
-            scored[: first - start - 1] = IGNORE_INDEX  # the window before has scored these
-        with torch.no_grad():
-            found = model(*(part.to(device) for part in parts), reduction="none")
-        losses.append(float(found.cpu().double().sum()))
-    counted = int((targets != IGNORE_INDEX).sum())
-    n_bytes = int(tokenizer.byte_lengths()[ids[1:]].sum())
-    return Evaluation(math.fsum(losses) / counted, counted, n_bytes)
+    reading = ReadOptions(options.text_field, options.errors, n_ids=n_ids)
+    return open_source(options.source).pieces(reading)
 
 
 if __name__ == "__main__":

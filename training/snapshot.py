@@ -9,12 +9,12 @@ import torch
 
 from data.chat import chat_prompt
 from data.shards import Windows
-from data.tokenizer import Tokenizer, prompt_ids
+from data.tokenizer import Tokenizer
 from model.config import SamplingConfig
-from model.generate import generate
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
 from training.device import Precision
+from training.inference import continuations
 
 PASSAGE_TOKENS = 160
 LIKELIEST = 5
@@ -22,22 +22,11 @@ LIKELIEST = 5
 
 def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seed: int, tokens: int) -> str:
     """Continue the prompt by `tokens` tokens at temperature 0.8 and top-k 50."""
-    device = next(model.parameters()).device
-    ids, first, skip = prompt_ids(tokenizer, prompt, model.config.vocab_size)
-    if tokenizer.chat_template and prompt:  # the prompt is a question
-        ids, first, skip = chat_prompt(tokenizer, prompt), [], 0
-    rng = torch.Generator(device).manual_seed(seed)
+    is_question = tokenizer.chat_template and prompt
+    start = chat_prompt(tokenizer, prompt) if is_question else prompt
     settings = SamplingConfig(temperature=0.8, top_k=50, max_new_tokens=tokens)
-    new = generate(
-        model,
-        torch.tensor([ids], device=device),
-        settings,
-        rng,
-        stop_ids=tokenizer.stop_ids,
-        never=tokenizer.unused_ids(model.config.vocab_size),
-        first_ids=first,
-    )
-    return prompt + tokenizer.decode([int(token) for token in new])[skip:]
+    new = continuations(model, tokenizer, start, settings, seed=seed)
+    return prompt + "".join(text for _, text in new)
 
 
 @torch.no_grad()
