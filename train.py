@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from cli.command import ended_by_ctrl_c, run_command
-from training.config import load_config
+from training.choose import load_or_choose, save_choice
 
 
 def main(argv: list[str]) -> int:
@@ -14,7 +14,7 @@ def main(argv: list[str]) -> int:
     Returns 0, or 128 + signal after saving. Mistakes and faults are exceptions that carry their own
     exit code (cli/command.py).
     """
-    config = load_config(argv)
+    chosen = config = load_or_choose(argv)
 
     # Importing torch takes a second, so mistakes in the options are reported first.
     with ended_by_ctrl_c():
@@ -30,6 +30,8 @@ def main(argv: list[str]) -> int:
         ranks = join_ranks(config.parallel.mode, config.parallel.timeout)
         stack.push(lambda kind, *_: ranks.close(failed=kind is not None))
         console = Console(ranks.first, config.log.quiet)
+        for line in config.reasons:
+            console.say(line)
 
         # Whether to start or to resume, and on which data.
         config, checkpoint = open_run(config, ranks, stack, console)
@@ -48,6 +50,8 @@ def main(argv: list[str]) -> int:
             messages.say_finished(config, state, console)
             return 0
         take_folder(config, ranks, stack, console)
+        if ranks.first:
+            save_choice(chosen)
 
         # Up to here Ctrl-C ends the process at once: there is nothing to save.
         interrupts = Interrupts(announce=ranks.first)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cli.command import run_command
 from cli.options import ConfigError, help_text, options_of, parse_options
-from training.config import SECTIONS, Config, load_config
+from training.choose import load_or_choose
+from training.config import SECTIONS, Config
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from data.meta import Meta
@@ -57,7 +58,7 @@ class PlanOptions:
 def main(argv: list[str]) -> int:
     """Print the plan."""
     options, rest = take_options(argv)
-    config, notes = with_weights(load_config(rest, usage=USAGE))
+    config, notes = with_weights(load_or_choose(rest, usage=USAGE))
     vocab_size, meta, note = vocabulary(config)
     config = replace(config, model=config.model.resolved(vocab_size))
     worlds = [options.ranks] if options.ranks else [w for w in (1, 8) if spreads(config, w)]

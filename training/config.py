@@ -47,7 +47,9 @@ from model.config import ModelConfig
 
 
 def seconds_of(text: str) -> float:
-    """Convert "90s", "10m", "1.5h" or "2d" to seconds; return 0 for anything else."""
+    """Convert "90s", "10m", "1.5h", "2d", "2:00" or "1:30:00" to seconds; 0 for anything else."""
+    if re.fullmatch(r"[0-9]+(:[0-5][0-9]){1,2}", text):
+        return float(sum(int(n) * 60**i for i, n in enumerate(reversed(text.split(":")))))
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else 0.0
 
@@ -131,7 +133,7 @@ class RunConfig:
     max_steps: Annotated[int, "number of optimizer steps", "longer"] = 1000
     time_budget: Annotated[
         str,
-        "instead of max_steps: train for 90s, 10m, 2h ...; fits:RUN repeats that run's lengths",
+        "instead of max_steps: train for 90s, 10m, 2:00 ...; fits:RUN repeats that run's lengths",
         "longer",
     ] = ""
     seed: Annotated[int, "random seed (weights, data order, dropout)", "fixed"] = 1
@@ -180,7 +182,7 @@ class RunConfig:
                 re.compile(r"auto|cpu|mps|cuda(:[0-9]+)?").fullmatch,
             ),
             "time_budget": (
-                "a time such as 90s, 10m, 1.5h or 2d, or fits:RUN",
+                "a time such as 90s, 10m, 1.5h, 2d or 2:00 (two minutes), or fits:RUN",
                 lambda text: text == "" or seconds_of(text) > 0 or re.match("fits:.", text),
             ),
         }
@@ -223,6 +225,8 @@ class Config:
     # that were typed, and of all options in the config file. None: unknown.
     typed: Mapping[str, Any] | None = field(default=None, compare=False)
     in_file: Mapping[str, Any] | None = field(default=None, compare=False)
+    # Lines for the user about a config that was chosen for a text (training/choose.py).
+    reasons: tuple[str, ...] = field(default=(), compare=False)
 
     def problems(self) -> list[str]:
         """List everything that is wrong: values of a wrong type, else values out of range."""
@@ -232,7 +236,7 @@ class Config:
 SECTIONS: dict[str, type] = {
     name: type(section)
     for name, section in vars(Config()).items()
-    if name not in ("typed", "in_file")
+    if name not in ("typed", "in_file", "reasons")
 }
 OPTIONS = {option.name: option for option in options_of(SECTIONS)}
 FULL_NAMES = {option.full_name: option for option in OPTIONS.values()}
@@ -345,10 +349,12 @@ def load_config(argv: Sequence[str], *, usage: str = USAGE, choose: Choose | Non
     name = given.positionals[0]
     path = config_path(name)
     try:
-        if path is None and choose is not None and not given.problems:
-            in_file = choose(name, typed)
-        else:
+        if path is not None or choose is None:
             in_file = read_config(path or Path(name))
+        elif given.problems:  # choosing may take seconds
+            raise ConfigError([] if os.path.exists(name) else no_such_config(name))
+        else:
+            in_file = choose(name, typed)
     except ConfigError as error:
         raise ConfigError([*given.problems, *error.problems]) from error
     config, problems = _conformed(with_values(in_file, typed))
