@@ -2,7 +2,7 @@
 
 One GPU, a few minutes; two CPU cores, an hour (use shakespeare_char_cpu.py there). Get the text
 first (1.1 MB), or train on any other with --source=PATH:
-    curl -o data/shakespeare.txt https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
+    python -m data.fetch shakespeare
     python train.py config/shakespeare_char.py
 """
 

@@ -1,7 +1,7 @@
 """Shakespeare, one token per character, in a size for CPUs (0.8M parameters).
 
 Two CPU cores, a quarter of a minute. shakespeare_char.py says how to get the text.
-    python train.py config/shakespeare_char_cpu.py --source=data/shakespeare.txt
+    python train.py config/shakespeare_char_cpu.py
 """
 
 from dataclasses import replace

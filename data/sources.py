@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from cli.options import ConfigError
 from data.config import DataConfig
+from data.fetch import command_for
 from data.readers import (
     CODE_SUFFIXES,
     STRUCTURED,
@@ -241,6 +242,8 @@ def _why_nothing(spec: str, path: Path, notes: tuple[str, ...]) -> str:
     several = [absolute(part).exists() for part in spec.split("+")]
     if re.search(r"\*[\d.]+(\+|$)", spec) or (len(several) > 1 and all(several)):
         why += "; each part of a mixture needs a weight above 0, such as A*0.7+B*0.3"
+    if download := command_for(spec):
+        why += f"; to download it: {download}"
     return why
 
 

@@ -131,7 +131,7 @@ def _survey(spec: str, data: DataConfig) -> Survey:
     try:
         return survey(data)
     except ConfigError as error:
-        if "no such file or folder" in str(error):
+        if str(error).endswith("no such file or folder"):
             raise ConfigError(no_such_config(spec)) from error
         raise
 
