@@ -1,4 +1,4 @@
-"""The report and the attention page in a real browser, headless Chromium.
+"""The report in a real browser, headless Chromium.
 
 Run with -m browser; needs Debian's chromium and chromium-driver, and the package selenium.
 """
@@ -11,14 +11,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from browserlib import DESKTOP, PHONE, errors, show
 from runlib import PASSAGE, write_run
 
-from tools import attention
 from training.report.history import read_history
 from training.report.page import write_report
-from training.weights import find_weights
 
 pytestmark = pytest.mark.browser
 
@@ -253,33 +250,3 @@ def test_two_runs_in_one_page(browser, tmp_path):
     assert "b: " not in move(browser, 0.9)  # it has ended
     assert browser.find_element("id", "legend").text.split()[:2] == ["a", "b"]
     assert not browser.find_element("id", "validation").is_displayed()
-
-
-# The attention page
-
-
-@pytest.fixture(scope="module")
-def attention_page(trained_once, tmp_path_factory) -> Path:
-    model, tokenizer = find_weights(trained_once, "latest").load(torch.device("cpu"))
-    path = tmp_path_factory.mktemp("attention") / "attention.html"
-    ids = tokenizer.encode("def f1(x):\n")
-    path.write_text(attention.make_page("tiny", model, tokenizer, ids), encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_the_attention_page_shows_which_tokens_a_token_attends_to(browser, attention_page, size):
-    from selenium.webdriver import ActionChains
-
-    open_page(browser, attention_page, size, dark=True)
-    assert errors(browser) == []
-    maps = browser.find_elements("css selector", "#maps button")
-    assert len(maps) == 2  # one layer of two heads
-    maps[1].click()
-    assert browser.find_element("id", "name").text == "layer 0, head 1"
-    first = browser.find_element("css selector", "#text > span")
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", first)
-    ActionChains(browser).move_to_element(first).perform()
-    # The first token can only look at itself.
-    assert browser.find_element("id", "figures").text.startswith('"d" attends to "d" 100.0%')
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= size[0]

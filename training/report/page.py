@@ -38,8 +38,8 @@ def write_report(histories: Sequence[History], path: Path) -> Path:
     """
     here = Path(__file__).parent
     data = page_data(histories)
-    files = {"STYLE": "report.css", "CHARTS": "charts.js", "SCRIPT": "report.js"}
-    parts = {name: (here / file).read_text(encoding="utf-8") for name, file in files.items()}
+    scripts = {"CHARTS": "charts.js", "SCRIPT": "report.js"}
+    parts = {name: (here / file).read_text(encoding="utf-8") for name, file in scripts.items()}
     text = fill_template(here / "template.html", data["title"], data, **parts)
     replace_file(path, text.encode("utf-8", "replace"))
     return path
@@ -70,7 +70,13 @@ def check_page(path: Path) -> None:
 
 
 def fill_template(template: Path, title: str, data: Any, **parts: str) -> str:
-    """Return an HTML template with @TITLE@, @DATA@ (as JSON) and @NAME@ of each part replaced."""
+    """Return an HTML template with @TITLE@, @DATA@ (as JSON) and @NAME@ of each part replaced.
+
+    @STYLE@ and @THEME@ are what all our pages share: report.css and the light and dark buttons.
+    """
+    here = Path(__file__).parent
+    parts["STYLE"] = (here / "report.css").read_text(encoding="utf-8")
+    parts["THEME"] = (here / "theme.js").read_text(encoding="utf-8")
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     values = {"TITLE": html.escape(title), "DATA": text.replace("<", "\\u003c"), **parts}
     # In one pass: a sample may contain "@TITLE@". "<" is escaped because of "</script>".

@@ -138,14 +138,14 @@ function press(button) {
   for (const other of button.parentElement.children) {
     other.setAttribute("aria-pressed", String(other === button));
   }
-  const { theme, axis, scale } = button.dataset;
-  if (theme) document.documentElement.dataset.theme = theme;
+  const { axis, scale } = button.dataset;
   if (axis) setView({ axis, zoom: null });
   if (scale) setView({ scale });
 }
 
 function startButtons() {
-  for (const button of document.querySelectorAll(".choice button")) {
+  startTheme();
+  for (const button of document.querySelectorAll(".choice button:not([data-theme])")) {
     button.addEventListener("click", () => press(button));
   }
   byId("reset").addEventListener("click", () => setView({ zoom: null }));
@@ -153,13 +153,6 @@ function startButtons() {
   byId("changes-only").addEventListener("change", (event) => {
     document.body.classList.toggle("changes-only", event.target.checked);
   });
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const follow = () => {
-    const theme = dark.matches ? "dark" : "light";
-    press(document.querySelector(`button[data-theme="${theme}"]`));
-  };
-  dark.addEventListener("change", follow);
-  follow();
 }
 
 function start() {
