@@ -10,6 +10,7 @@
     growth     time and memory by context length and width, vs the FLOP count
     kernels    time of a step without each hand-written module, relative to one with all
     decode     tokens per second, vs reading the weights, nanoGPT and Hugging Face
+    auto       the config chosen for a text vs those around it, each for the same CPU seconds
     gpu        correctness, MFU, decoding and memory on a GPU
 
 Compare only figures of one run: machines differ, and are noisy.
@@ -37,6 +38,7 @@ MODES = {
     "growth": "cost",
     "kernels": "cost",
     "decode": "decode",
+    "auto": "auto",
     "gpu": "gpu",
 }
 
@@ -58,13 +60,15 @@ class BenchOptions:
     steps: Annotated[int | None, "train, processes: number of timed steps; default: enough"] = None
     size: Annotated[Literal["1", "2", "3", "all"], "train: which of nanoGPT's three sizes"] = "all"
     cores: Annotated[int, "processes: number of processes, and of threads of the single one"] = 2
+    seconds: Annotated[int, "auto: CPU seconds of each training run"] = 60
     device: Annotated[Literal["cuda", "cpu"], "gpu: cpu only tests the benchmark itself"] = "cuda"
     quick: Annotated[
         bool, "train, memory, growth, kernels, decode, gpu: toy sizes, to try the command"
     ] = False
 
     def problems(self) -> list[str]:
-        low = {"copies": 1, "workers": 1, "seeds": 1, "tries": 1, "steps": 1, "cores": 1}
+        names = ("copies", "workers", "seeds", "tries", "steps", "cores", "seconds")
+        low = dict.fromkeys(names, 1)
         values = {name: getattr(self, name) for name in low}
         return [
             f"{name}={value}: must be at least {low[name]}"
