@@ -1,14 +1,15 @@
-"""Generate text from a trained model: `python sample.py out/small --prompt "def "`."""
+"""Generate text from a trained model: `python sample.py out/small "def "`."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cli.command import ended_by_ctrl_c, run_command, shown
+from cli.elsewhere import SAMPLING
 from cli.options import (
     AT_LEAST_1,
     AT_LEAST_1_OR_NONE,
@@ -24,8 +25,8 @@ if TYPE_CHECKING:  # torch is imported once the command line is known to be righ
     from model.gpt import GPT
 
 USAGE = (
-    "python sample.py RUN [--name=value ...], "
-    'for example: python sample.py out/small --prompt "def "'
+    "python sample.py RUN [PROMPT] [--name=value ...], "
+    'for example: python sample.py out/small "def "'
 )
 
 
@@ -64,8 +65,12 @@ def main(argv: list[str]) -> int:
     from model.config import SamplingConfig
 
     sections = {"": SampleOptions, "sampling": SamplingConfig}
-    parsed, (run,) = parse_sections(argv, sections, usage=USAGE, positionals=["RUN"])
+    parsed, (run, *typed) = parse_sections(
+        argv, sections, usage=USAGE, positionals=["RUN", "[PROMPT]"], hints=SAMPLING
+    )
     options, settings = parsed[""], parsed["sampling"]
+    if typed:
+        options = with_prompt(options, typed[0])
     prompt = read_prompt(options)
 
     with ended_by_ctrl_c():
@@ -81,6 +86,16 @@ def main(argv: list[str]) -> int:
     with Precision(getattr(torch, options.dtype), device).autocast():
         write_samples(model, tokenizer, prompt, options, settings)
     return 0
+
+
+def with_prompt(options: SampleOptions, prompt: str) -> SampleOptions:
+    """Return the options with the prompt that was typed without --prompt.
+
+    Raises ConfigError if there is another one.
+    """
+    if options.prompt or options.prompt_file:
+        raise ConfigError(f"the prompt is given twice, as {prompt!r} and as an option: keep one")
+    return replace(options, prompt=prompt)
 
 
 def read_prompt(options: SampleOptions) -> str:

@@ -29,8 +29,9 @@ def run_command(
 ) -> NoReturn:
     """Run `main` on the command line and exit: 0, or the code of its error.
 
-    An error with an `exit_code` becomes "error: ..." lines on stderr. A full or read-only disk is
-    5, Ctrl-C 130. Any other exception is a bug in plainGPT and keeps its traceback.
+    An error with an `exit_code` becomes "error: ..." lines on stderr, its hints indented below. A
+    full or read-only disk is 5, Ctrl-C 130. Any other exception is a bug in plainGPT and keeps its
+    traceback.
 
     outlives_output: continue when stdout or stderr can no longer be written, as training should.
     Without it, a closed pipe ends the command with 141.
@@ -65,6 +66,8 @@ def _exit_code(main: Callable[[list[str]], int | None], outlives_output: bool) -
         with suppress(OSError):  # the exit code is enough
             for line in getattr(error, "problems", None) or [str(error)]:
                 print(f"error: {line}", file=sys.stderr)
+            for line in getattr(error, "hints", []):
+                print(f"  {line}", file=sys.stderr)
         return code
 
 

@@ -25,13 +25,17 @@ Section = TypeVar("Section")
 
 
 class ConfigError(ValueError):
-    """A user's mistake, one line per problem: the name, the value, what is allowed, what to do."""
+    """A user's mistake, one line per problem: the name, the value, what is allowed, what to do.
+
+    hints: lines on what to do about all of them, printed below, without "error:".
+    """
 
     exit_code = 2
 
-    def __init__(self, problems: str | Sequence[str]) -> None:
+    def __init__(self, problems: str | Sequence[str], hints: Sequence[str] = ()) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(self.problems))
+        self.hints = list(hints)
+        super().__init__("\n".join([*self.problems, *self.hints]))
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,7 @@ def parse_arguments(
     """Parse `--section.name=value`, `--name=value`, `--name value` and `--flag`.
 
     `positionals` names the other arguments: "RUN" is required, "[RUN]" optional, "RUN..." one or
-    more. `hints` maps names that people type to the option they mean, for suggestions only.
+    more. `hints` maps names that people type to the option they mean ("": none), for suggestions.
     Nothing is raised: every mistake is a line in `problems`, to be raised together.
     """
     options = options_of(sections)
@@ -314,9 +318,11 @@ def nearest(
     Typing mistakes seldom hit the first letter, so names that begin alike need less in common.
     `--theta` means the only option that contains the word, `rope_theta`.
     """
-    meant = {other: option.full_name for other, option in known.items()}
-    meant |= {other: known[ours].full_name for other, ours in (hints or {}).items()}
-    leaf = name.rpartition(".")[2].lower()
+    meant: dict[str, str | None] = {other: option.full_name for other, option in known.items()}
+    meant |= {
+        other: known[ours].full_name if ours else None for other, ours in (hints or {}).items()
+    }
+    leaf = name.rpartition(".")[2].lower().replace("-", "_")
     alike = [other for other in meant if other[:1] == leaf[:1]]
     close = difflib.get_close_matches(leaf, alike, n=1, cutoff=0.75)
     close = close or difflib.get_close_matches(leaf, meant, n=1, cutoff=0.82)
@@ -353,16 +359,17 @@ def parse_sections(
     *,
     usage: str,
     positionals: Sequence[str] = (),
+    hints: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """As `parse_options`, for several sections: {section: instance} and the other arguments."""
     exit_for_help(argv, usage, sections)
-    found = parse_arguments(argv, sections, positionals=positionals)
+    found = parse_arguments(argv, sections, positionals=positionals, hints=hints)
     parsed = {name: cls(**found.values[name]) for name, cls in sections.items()}
     problems = list(found.problems)
     for instance in parsed.values():
         problems += instance.problems() if hasattr(instance, "problems") else []
     if problems:
-        raise ConfigError([*problems, f"usage: {usage}"])
+        raise ConfigError(problems, [f"usage: {usage}"])
     return parsed, found.positionals
 
 

@@ -162,6 +162,12 @@ def _opened(config: DataConfig, spool: Path | None = None) -> list[Source]:
         raise unreadable(error.filename, error) from error
 
 
+def find_sources(config: DataConfig) -> None:
+    """Raise ConfigError if a source is not there. Nothing is read, and the Hub is not asked."""
+    if STDIN not in [spec for spec, _ in parts_of(config)]:
+        _opened(config)
+
+
 def _prepared_before(config: DataConfig) -> Path | None:
     """The complete folder of sources that no longer exist, if their content was ever hashed."""
     with contextlib.suppress(ConfigError):

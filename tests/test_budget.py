@@ -9,9 +9,9 @@ import pytest
 
 from cli.options import ConfigError
 from training import budget as budget_module
-from training.budget import Budget, fitted, lengthened, open_budget, steps_at
+from training.budget import Budget, fitted, lengthened, open_budget, rate_note, steps_at
 from training.checkpoint import TrainState, find_checkpoint
-from training.config import Config, RunConfig, ScheduleConfig, seconds_of
+from training.config import Config, RunConfig, ScheduleConfig, seconds_of, with_values
 from training.console import UNKNOWN_STEPS
 from training.optimizer import lr_factor
 
@@ -262,3 +262,50 @@ def test_a_longer_budget_is_planned_at_the_speed_so_far(seconds, planned):
     assert lengthened(old, new, state) == ((3, 90), (100, planned))
     assert lengthened(old, old, state) == ((3, 90),)
     assert lengthened(old, RunConfig(), state) == ((3, 90),)
+
+
+# The learning rate after a resume
+
+
+def note_after(step: int, old: dict, new: dict) -> str:
+    saved, asked = (with_values(Config(), {"optim.lr": 0.1, **values}) for values in (old, new))
+    return rate_note(saved, asked, TrainState(step=step))
+
+
+WSD = {"schedule.warmup_steps": 0, "schedule.decay_fraction": 0.5, "optim.optimizer": "adamw"}
+
+
+@pytest.mark.parametrize(
+    ("step", "changes", "said"),
+    [
+        # Of 100 steps the 52nd is the first below the peak, and the last has 1/50 of it; of 200
+        # the 102nd, and the last has 1/100.
+        (
+            100,
+            {"run.max_steps": 200},
+            "rises again from 0.002 to 0.1 in step 101, decays after step 101 to 0.001 in step 200",
+        ),
+        (20, {"run.max_steps": 200}, "stays at 0.1, decays after step 101 to 0.001 in step 200"),
+        (
+            20,
+            {"schedule.schedule": "constant"},
+            "stays at 0.1, to the end",
+        ),
+        (
+            100,
+            {"run.max_steps": 110, "optim.optimizer": "muon", "optim.muon_lr": 0.01},
+            "rises again from 0.002 (Muon 0.0002) to 0.0182 (Muon 0.00182) in step 101, decays "
+            "after step 101 to 0.00182 (Muon 0.000182) in step 110",
+        ),
+    ],
+)
+def test_a_resume_says_what_the_learning_rate_does(step, changes, said):
+    optim = {name: value for name, value in changes.items() if name.startswith("optim.")}
+    run = {**WSD, "run.max_steps": 100, **optim}
+    assert note_after(step, run, {**run, **changes}) == f"learning rate: {said}"
+
+
+def test_nothing_is_said_of_a_learning_rate_that_stays():
+    run = {**WSD, "run.max_steps": 100}
+    assert note_after(50, run, {**run, "run.eval_interval": 7}) == ""
+    assert note_after(0, run, {**run, "run.max_steps": 200}) == ""

@@ -177,9 +177,11 @@ def test_which_checkpoint_of_a_run(save, tmp_path):
     with pytest.raises(ConfigError, match=r"which=9: .* has the steps 1, 2, 3 and best \(step 2\)"):
         find_checkpoint(run, "9")
     (tmp_path / "file").write_text("")
-    for name in ("", "nowhere", "file"):
+    for name in ("", "file"):
         with pytest.raises(ConfigError, match="no checkpoint there; expected"):
             find_checkpoint(tmp_path / name)
+    with pytest.raises(ConfigError, match="there is no such folder; runs here: .*run$"):
+        find_checkpoint(tmp_path / "nowhere")
 
 
 def test_weights_alone_can_be_started_from_but_not_resumed(save):

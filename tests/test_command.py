@@ -35,6 +35,7 @@ def test_nothing_is_collected_at_exit(body):
         ("return 4", 4, ""),
         ("raise ConfigError(['one', 'two'])", 2, "error: one\nerror: two\n"),
         ("raise ConfigError('only')", 2, "error: only\n"),
+        ("raise ConfigError('it', ['do this', 'or that'])", 2, "error: it\n  do this\n  or that\n"),
         ("raise OSError(28, 'No space left on device')", 5, "error: [Errno 28] No space left"),
         ("raise KeyboardInterrupt", 130, ""),
         ("raise SystemExit(7)", 7, ""),

@@ -583,8 +583,8 @@ def test_a_run_names_a_tokenizer_of_the_data(own_run, tmp_path):
         ("out/smal", "did you mean out/small?"),
         ("out/small2", "did you mean out/small?"),
         ("small", "did you mean out/small?"),
-        ("some/model", "hub:some/model"),
-        ("xyzzy", "xyzzy: there is no such folder"),
+        ("some/model", "hub:some/model; runs here: out/small\n"),
+        ("xyzzy", "xyzzy: there is no such folder; runs here: out/small\n"),
     ],
 )
 def test_a_mistyped_run_is_never_looked_for_on_the_network(
@@ -599,6 +599,7 @@ def test_a_mistyped_run_is_never_looked_for_on_the_network(
     code, out, err = command(sample.main, typed)
     assert (code, out) == (2, "")
     assert hint in err
+    assert ("hub:" in err) == (typed == "some/model")
     if "small" in typed:
         assert "smalt" not in err
 

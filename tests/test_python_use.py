@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,11 +45,6 @@ def test_a_run_a_checkpoint_and_a_folder_of_others_are_loaded(trained_once, tmp_
     assert len(texts) == 1
     first = load(trained_once, "4", device="cpu")[0]
     assert not torch.equal(first.embed.weight, models[0][0].embed.weight)
-
-
-def test_loading_draws_no_initial_weights(trained_once, monkeypatch):
-    monkeypatch.setattr(GPT, "initial_weight", lambda *given: pytest.fail("drawn"))
-    assert load(trained_once, device="cpu")[0].embed.weight.isfinite().all()
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path):
@@ -106,20 +100,6 @@ def test_a_score_by_hand():
     assert found.loss == pytest.approx(math.log(4))
     assert found.perplexity == pytest.approx(4)
     assert found.bits_per_byte == pytest.approx(6 / 5)
-
-
-def test_bytes_that_the_tokenizer_loses_count_as_text():
-    """The second of the two e's of "éé", which are 4 bytes, stands for 2 of them."""
-    plain = byte_tokenizer()
-    without_accents = replace(
-        plain, encode_array=lambda text: plain.encode_array(text.replace("é", "e")), lossy=True
-    )
-    model = GPT(ModelConfig(n_layers=1, n_heads=2, d_model=8, vocab_size=257))
-    with torch.no_grad():
-        model.head.weight.zero_()
-    found = score_text(model, without_accents, "éé")
-    assert (found.tokens, found.bytes) == (1, 2)
-    assert found.bits_per_byte == pytest.approx(math.log2(257) / 2)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,15 @@ from training.config import (
     values_of,
     with_values,
 )
-from training.resume import KINDS, compare, kept, resume_notes, resume_problems, resumed
+from training.resume import (
+    KINDS,
+    compare,
+    kept,
+    refused_changes,
+    resume_notes,
+    resumed,
+    ways_on,
+)
 
 # Every option with a value that is not its default.
 OTHER = {
@@ -128,13 +136,13 @@ def run_of(typed: dict[str, object] | None = None, file: dict[str, object] | Non
 
 
 def refused(saved: Config, asked: Config, **options) -> list[str]:
-    """Names of the options that keep a run from being resumed, by the lines of the message."""
-    return [line.partition(":")[0] for line in resume_problems(saved, asked, **options)[:-2]]
+    """Names of the options that keep a run from being resumed."""
+    return [diff.name for diff in refused_changes(saved, asked, **options)]
 
 
 def resumes_unchanged(saved: Config, asked: Config) -> bool:
     """Whether the run is resumed as it is, without a message."""
-    silent = resume_problems(saved, asked) == resume_notes(saved, asked) == []
+    silent = refused_changes(saved, asked) == resume_notes(saved, asked) == []
     return silent and resumed(saved, asked) == saved
 
 
@@ -153,7 +161,7 @@ def test_the_table_has_every_option_with_another_value_and_each_option_a_kind():
 def test_a_change_is_accepted_or_refused_by_the_kind_of_the_option(kind, name, value, how):
     saved, asked = run_of(), command(**{how: {name: value}})
     if kind == "start":
-        assert resume_problems(saved, asked) == resume_notes(saved, asked) == []
+        assert refused_changes(saved, asked) == resume_notes(saved, asked) == []
     else:
         assert refused(saved, asked) == [name] * (kind in ("fixed", "changed", "shorter"))
         changed = replace(asked, run=replace(asked.run, resume="changed"))
@@ -167,7 +175,7 @@ def test_a_change_is_accepted_or_refused_by_the_kind_of_the_option(kind, name, v
 @pytest.mark.parametrize(("kind", "name", "value"), CASES)
 def test_an_option_that_is_not_typed_again_stays(kind, name, value):
     saved, asked = run_of({name: value}), command()
-    assert resume_problems(saved, asked) == []
+    assert refused_changes(saved, asked) == []
     assert (resumed(saved, asked) == saved) == (kind != "start")
     assert (f"--{FULL_NAMES[name].name}=" in kept(saved, asked)) == (kind != "start")
 
@@ -184,16 +192,19 @@ def test_the_same_command_changes_nothing_and_prints_nothing(kind, name, value, 
 
 def test_a_refusal_lists_all_changes_and_what_to_do():
     asked = command({"model.n_layers": 2, "optim.lr": 0.5}, file={"model.d_model": 64})
-    assert resume_problems(run_of(), asked) == [
+    changes = refused_changes(run_of(), asked)
+    assert [str(diff) for diff in changes] == [
         "model.n_layers: the run has 4, the command says 2",
         "model.d_model: the run has 128, the config file now says 64 (before: 128)",
         "optim.lr: the run has 0.001, the command says 0.5",
+    ]
+    assert ways_on(changes) == [
         "model.n_layers, model.d_model: cannot change once a run has begun",
         "to start over (the old run is moved aside): --overwrite=true; or choose another --out_dir",
     ]
     changed = replace(asked, run=replace(asked.run, resume="changed"))
     assert refused(run_of(), changed) == ["model.n_layers", "model.d_model"]
-    advice = resume_problems(run_of(), command({"optim.lr": 0.5}))[1]
+    advice = ways_on(refused_changes(run_of(), command({"optim.lr": 0.5})))[0]
     assert advice == "to continue with the changed values: --resume=changed"
 
 
@@ -221,7 +232,7 @@ def test_with_changed_only_what_is_asked_for_changes():
     """Not the config file's value of an option that was typed at the first start."""
     saved = run_of({"optim.lr": 5e-4, "optim.weight_decay": 0.0})
     asked = command({"run.resume": "changed", "optim.beta2": 0.99})
-    assert resume_problems(saved, asked) == []
+    assert refused_changes(saved, asked) == []
     now = resumed(saved, asked).optim
     assert (now.lr, now.weight_decay, now.beta2) == (5e-4, 0.0, 0.99)
     change, stays = resume_notes(saved, asked)
@@ -235,7 +246,7 @@ def test_an_edited_config_file_is_told_from_an_option_typed_before():
     edited = command(file={"optim.lr": 2e-3})
     assert refused(saved, edited) == ["optim.lr"]
     for value in ("0.0005", "0.002", "0.001"):  # the run's, the file's now and before
-        assert value in resume_problems(saved, edited)[0]
+        assert value in str(refused_changes(saved, edited)[0])
     changed = command({"run.resume": "changed"}, file={"optim.lr": 2e-3})
     now = from_json(to_json(resumed(saved, changed)))
     assert now.optim.lr == 2e-3
@@ -254,7 +265,7 @@ def test_a_value_of_unknown_origin_is_kept_with_a_message():
     older = replace(run_of({"model.d_mlp": 300}), typed=None, in_file=None)  # recorded neither
     edited = run_of(file={"model.d_mlp": 300})  # the line has been deleted since
     for saved in (older, edited):
-        assert resume_problems(saved, command()) == []
+        assert refused_changes(saved, command()) == []
         assert resumed(saved, command()).model.d_mlp == 300
     assert kept(edited, command()) == "--d_mlp=300"
     older = replace(run_of({"optim.lr": 5e-4}), typed=None, in_file=None)
@@ -312,8 +323,9 @@ def test_a_run_may_be_made_longer_and_with_changed_shorter(name, old, new, is_lo
     ("name", "value"), [("run.max_steps", 2000), ("data.source", "x"), ("optim.lr", 0.5)]
 )
 def test_without_a_checkpoint_more_is_refused_and_changed_is_not_suggested(name, value):
-    lines = resume_problems(run_of(), command({name: value}), can_resume=False)
-    assert lines[0].startswith(f"{name}: ")
+    changes = refused_changes(run_of(), command({name: value}), can_resume=False)
+    assert [diff.name for diff in changes] == [name]
+    lines = ways_on(changes, can_resume=False)
     assert not any("--resume=changed" in line for line in lines)
     assert any("cannot change" in line for line in lines) == (name == "data.source")
 
@@ -331,7 +343,7 @@ def test_eval_interval_is_free_unless_the_length_of_the_run_depends_on_it():
 @pytest.mark.parametrize("how", ["typed", "file"])
 def test_a_resume_may_use_another_gpu(old, new, how):
     saved, asked = run_of({"run.device": old}), command(**{how: {"run.device": new}})
-    assert resume_notes(saved, asked) == resume_problems(saved, asked) == []
+    assert resume_notes(saved, asked) == refused_changes(saved, asked) == []
     assert resumed(saved, asked).run.device == new
 
 
@@ -348,7 +360,7 @@ def test_options_left_open_stay_as_they_were_resolved():
 
 def test_typing_auto_does_not_change_the_run_and_is_reported():
     saved, asked = run_of({"run.dtype": "float32"}), command({"run.dtype": "auto"})
-    assert resume_problems(saved, asked) == []
+    assert refused_changes(saved, asked) == []
     assert resumed(saved, asked).run.dtype == "float32"
     assert kept(saved, asked) == "--dtype=float32"
 
@@ -368,7 +380,7 @@ def test_a_typed_value_that_the_start_replaced_is_not_a_change_when_typed_again(
     typed = {"run.device": "cuda:1", "run.dtype": "auto", "data.tokenizer": "char"}
     replaced = {"run.device": "cuda", "run.dtype": "float32", "data.tokenizer": "x"}
     saved, asked = from_json(to_json(with_values(command(typed), replaced))), command(typed)
-    assert resume_notes(saved, asked) == resume_problems(saved, asked) == []
+    assert resume_notes(saved, asked) == refused_changes(saved, asked) == []
     now = resumed(saved, asked)
     assert (now.run.dtype, now.data.tokenizer) == ("float32", "x")
     assert refused(saved, command({**typed, "data.tokenizer": "byte"})) == ["data.tokenizer"]

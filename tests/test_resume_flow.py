@@ -106,7 +106,7 @@ def test_a_run_without_checkpoints_is_refused_without_advice_to_resume(trained, 
     before = snapshot(trained)
     with pytest.raises(ConfigError) as caught:
         train_tiny(trained, lr=0.005)
-    assert "--overwrite=true" in caught.value.problems[-1]
+    assert "--overwrite=true" in caught.value.hints[-1]
     assert "--resume=changed" not in str(caught.value)
     assert snapshot(trained) == before
 
@@ -136,7 +136,7 @@ def test_a_damaged_run_json_is_named_with_what_to_do(train_tiny, tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(ConfigError) as caught:
         train_tiny(tmp_path)
-    damage, advice = caught.value.problems
+    (damage,), (advice,) = caught.value.problems, caught.value.hints
     assert damage.startswith(f"{tmp_path}: run.json is not JSON: ")
     assert "--overwrite=true" in advice
     assert train_tiny(tmp_path, overwrite=True, max_steps=2) == 0
@@ -291,7 +291,8 @@ def test_options_typed_before_stay_and_a_longer_run_reports_the_learning_rate(
     assert "run.max_steps=8" in out
     taken = rates(run)
     assert list(taken) == list(range(1, 9))
-    assert f"{taken[4]:.3g} in step 4, {taken[5]:.3g} in the next" in out
+    assert f"learning rate: rises again from {taken[4]:.3g} to {taken[5]:.3g} in step 5" in out
+    assert f"decays after step 5 to {taken[8]:.3g} in step 8" in out and taken[6] < taken[5]
     assert taken[5] == 0.5 and taken[4] < 0.3
     assert run_json(run)["optim"]["lr"] == 0.5
     in_file = run_json(run)["config_file"]
@@ -556,5 +557,29 @@ def test_a_killed_launch_resumes_from_its_own_checkpoint(trained, launched, kill
 def test_a_refusal_is_a_users_mistake(trained, tiny_argv, command):
     code, out, err = command(train.main, *tiny_argv(trained, lr=0.5))
     assert code == 2
-    assert all(line.startswith("error: ") for line in err.splitlines())
-    assert "optim.lr: the run has 0.01" in err
+    assert err.splitlines() == [
+        f"error: {trained} holds a run with different settings:",
+        "error: optim.lr: the run has 0.01, the command says 0.5",
+        "  to continue with the changed values: --resume=changed",
+        "  to start over (the old run is moved aside): --overwrite=true; or choose another "
+        "--out_dir",
+    ]
+
+
+@pytest.mark.parametrize("name", ["source", "val_source", "init_from"])
+def test_a_mistyped_path_is_reported_before_the_settings(trained, train_tiny, name):
+    """Nothing else is wrong with the command than the path, although the other option differs."""
+    with pytest.raises(ConfigError) as caught:
+        train_tiny(trained, **{"n_layers": 4, name: trained / "tpyo"})
+    assert len(caught.value.problems) == 1
+    assert "tpyo: " in str(caught.value) and "no such f" in str(caught.value)
+
+
+def test_as_set_is_only_what_was_set(trained, train_tiny, start_tiny, tmp_path, capsys):
+    """A resumed run has the number format that was chosen when it began."""
+    assert start_tiny(tmp_path / "run", "--max_steps=2", dtype="auto") == 0
+    assert "(as " not in capsys.readouterr().out
+    assert start_tiny(tmp_path / "run", "--max_steps=3", dtype="auto") == 0
+    assert "float32 (as before)" in capsys.readouterr().out
+    assert start_tiny(tmp_path / "run", "--max_steps=4", "--dtype=float32", dtype="auto") == 0
+    assert "float32 (as set)" in capsys.readouterr().out

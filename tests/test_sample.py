@@ -47,13 +47,22 @@ def refused(trained_once, command):
         code, out, err = command(sample.main, run, *argv)
         assert code == 2
         assert out == ""
-        assert all(line.startswith("error: ") for line in err.splitlines())
+        assert all(line.startswith(("error: ", "  usage: ")) for line in err.splitlines())
         return err
 
     return run
 
 
 # Prompts
+
+
+def test_the_prompt_may_follow_the_run(sampled, refused):
+    options = ("--max_new_tokens=30", "--seed=3")
+    assert sampled("def ", *options) == sampled("--prompt=def ", *options)
+    assert sampled("def ", *options) != sampled(*options)
+    for other in ("--prompt=x", "--prompt_file=y"):
+        assert "the prompt is given twice, as 'def ' and as an option" in refused("def ", other)
+    assert "unexpected argument 'f(x)'" in refused("def", "f(x)")
 
 
 def test_a_seed_gives_one_continuation_streamed_or_not(sampled):
@@ -183,6 +192,10 @@ def test_all_mistakes_are_reported_at_once(refused):
     assert all(f"error: {typed}: must be" in text for typed in wrong)
     assert "stop is empty" in text and "dtype=fp8" in text
     assert "did you mean --sampling.temperature?" in refused("--tempreature=1")
+    assert "--start is not an option: did you mean --prompt?" in refused("--start=a")
+    assert "--length is not an option: did you mean --sampling.max_new_tokens?" in refused(
+        "--length=9"
+    )
 
 
 def test_a_missing_gpu_is_refused(refused):

@@ -42,8 +42,9 @@ def main(argv: list[str]) -> int:
     from training.checkpoint import find_checkpoint
     from training.report.history import read_config
 
+    checkpoint = find_checkpoint(Path(run), "latest")
     config = read_config(Path(run))
-    folder = find_checkpoint(Path(run), "latest").data_folder(config)
+    folder = checkpoint.data_folder(config)
     for line in logged(Path(run), options.step):
         print(line)
     for where, text in step_windows(config, folder, options.step):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cli.options import ConfigError
 from training.checkpoint import TrainState, find_checkpoint
-from training.config import Config, RunConfig, ScheduleConfig, seconds_of
+from training.config import Config, OptimConfig, RunConfig, ScheduleConfig, seconds_of
 from training.console import UNKNOWN_STEPS
 from training.optimizer import lr_factor
 
@@ -73,6 +73,30 @@ def lengthened(old: RunConfig, new: RunConfig, state: TrainState) -> tuple[Fit, 
     left = max(0.0, seconds_of(new.time_budget) - state.seconds)
     more = int(left * state.step / state.seconds) if state.seconds else UNKNOWN_STEPS
     return (*state.fits, (state.step, state.step + more))
+
+
+def rate_note(saved: Config, config: Config, state: TrainState) -> str:
+    """Return a line on the learning rate after a resume; "" if the resume does not change it."""
+    fits = lengthened(saved.run, config.run, state)
+    step, length = state.step, planned_steps(config.run, replace(state, fits=fits))
+    was, now = ((c.schedule, c.optim, c.run.max_steps, c.run.time_budget) for c in (saved, config))
+    if was == now or not 0 < step < length < UNKNOWN_STEPS:
+        return ""
+    schedule = fitted(config, length)
+    factors = [lr_factor(k, length, schedule) for k in range(step, length)]
+    before = next_factor(saved, replace(state, step=step - 1))
+    old, new = _rates(saved.optim, before), _rates(config.optim, factors[0])
+    risen = before < factors[0] and step > saved.schedule.warmup_steps
+    verb = "rises again" if risen else "changes"
+    line = f"stays at {new}" if old == new else f"{verb} from {old} to {new} in step {step + 1}"
+    peak_end = length - factors[::-1].index(max(factors))
+    last = f", decays after step {peak_end} to {_rates(config.optim, factors[-1])} in step {length}"
+    return f"learning rate: {line}{last if peak_end < length else ', to the end'}"
+
+
+def _rates(optim: OptimConfig, factor: float) -> str:
+    muon = f" (Muon {optim.muon_lr * factor:.3g})" if optim.optimizer == "muon" else ""
+    return f"{optim.lr * factor:.3g}{muon}"
 
 
 def open_budget(run: RunConfig, state: TrainState) -> Budget | None:

@@ -45,6 +45,7 @@ from cli.options import ConfigError, conform
 from data.prepare import prepared_root
 from data.prepared import find_fingerprint
 from training.config import Config, from_json
+from training.folder import no_such_run
 
 MANIFEST, FORMAT = "MANIFEST.json", 1
 MODEL, OPTIM, RUN, STATE = "model.safetensors", "optim.safetensors", "run.json", "state.json"
@@ -550,6 +551,8 @@ def find_checkpoint(run: Path, which: str = "") -> Checkpoint:
             f"{final} is missing because replacing it was interrupted; {old.name} is the complete "
             f"earlier save. Run train.py once with this run's command: it restores {named}"
         )
+    if not run.exists():
+        raise ConfigError(no_such_run(run))
     if not steps:
         raise ConfigError(f"{run}: no checkpoint there; expected {run}/checkpoints/step-N")
     if which in ("", "best") and best is not None:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from cli import elsewhere
 from cli.options import (
     ABOVE_0,
     AT_LEAST_0,
@@ -187,6 +188,8 @@ class RunConfig:
             ),
         }
         found = out_of_range("run", self, rules)
+        if self.init_from == "resume":  # nanoGPT's word
+            found.append("run.init_from=resume: remove it; the same command again resumes")
         if self.overwrite and self.resume == "changed":
             found.append("run.overwrite=true starts over, run.resume=changed resumes: use only one")
         return found
@@ -297,30 +300,6 @@ def _conform_all(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[
 USAGE = "python train.py CONFIG [--name=value ...], for example: python train.py small --lr=3e-4"
 CONFIGS = Path(__file__).parents[1] / "config"  # a file in it may be named without folder and .py
 
-# Names that other projects use: for suggestions only.
-ELSEWHERE = {
-    "learning_rate": "lr",
-    "batch_size": "global_batch",
-    "gradient_accumulation_steps": "micro_batch",
-    "block_size": "context_length",
-    "seq_len": "context_length",
-    "n_layer": "n_layers",
-    "n_head": "n_heads",
-    "n_embd": "d_model",
-    "hidden_size": "d_model",
-    "max_iters": "max_steps",
-    "warmup_iters": "warmup_steps",
-    "eval_iters": "eval_windows",
-    "min_lr": "min_lr_ratio",
-    "dataset": "source",
-    "num_workers": "workers",
-    "save_interval": "checkpoint_interval",
-    "rope_base": "rope_theta",
-    "log_interval": "interval",
-    "wandb_log": "wandb",
-    "wandb_project": "project",
-}
-
 
 @dataclass(frozen=True)
 class CommandOptions:
@@ -342,9 +321,9 @@ def load_config(argv: Sequence[str], *, usage: str = USAGE, choose: Choose | Non
     """
     sections = {**SECTIONS, "": CommandOptions}
     exit_for_help(argv, usage, sections)
-    given = parse_arguments(argv, sections, positionals=["CONFIG"], hints=ELSEWHERE)
+    given = parse_arguments(argv, sections, positionals=["CONFIG"], hints=elsewhere.TRAINING)
     if not given.positionals:
-        raise ConfigError([*given.problems, f"usage: {usage}"])
+        raise ConfigError(given.problems, [f"usage: {usage}"])
     typed = {f"{name}.{leaf}": v for name in SECTIONS for leaf, v in given.values[name].items()}
     name = given.positionals[0]
     path = config_path(name)
@@ -356,7 +335,7 @@ def load_config(argv: Sequence[str], *, usage: str = USAGE, choose: Choose | Non
         else:
             in_file = choose(name, typed)
     except ConfigError as error:
-        raise ConfigError([*given.problems, *error.problems]) from error
+        raise ConfigError([*given.problems, *error.problems], error.hints) from error
     config, problems = _conformed(with_values(in_file, typed))
     if problems := given.problems + problems:
         raise ConfigError(problems)
@@ -444,7 +423,7 @@ def _advice(name: str) -> str:
     """Suggest the option that a misplaced or misspelled name probably means; "" if none is near."""
     if name in SECTIONS:
         return f": did you mean Config({name}={name})?"
-    near = nearest(name, OPTIONS, ELSEWHERE)
+    near = nearest(name, OPTIONS, elsewhere.TRAINING)
     if near is None:
         return ""
     section, _, leaf = near.partition(".")

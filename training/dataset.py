@@ -128,13 +128,13 @@ def _own_data(checkpoint: Path, config: Config, console: Console) -> Path | None
         console.say(f"note: {difference}; resuming with the run's own data, {folder}")
     elif difference:
         raise ConfigError(
+            difference,
             [
-                difference,
                 f"the run's own data is still in {folder}: to resume with it, --resume=changed "
                 f"with --{source_options(began_with)}",
                 "to start over (the old run is moved aside): --overwrite=true; or choose another "
                 "--out_dir",
-            ]
+            ],
         )
     note_use(folder)
     return folder

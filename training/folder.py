@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
+import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 from cli.command import make_folder
 from cli.files import free_name, replace_file, try_lock, warn_once
 from cli.options import ConfigError
+from data.prepare import find_sources
+from training.config import Config
 from training.metrics import STEP_MARK, iter_lines
 
 # What a run writes into its folder, run.json first.
@@ -60,6 +64,28 @@ def check_own(folder: Path) -> None:
             f"run.out_dir={folder}: holds {', '.join(found)} but no run.json, so it is not a run's "
             "folder; choose another --out_dir, or move it aside with --overwrite=true"
         )
+
+
+def no_such_run(path: Path) -> str:
+    """Return the message for a folder that does not exist, with the runs that may be meant."""
+    nearby = [folder for place in (path.parent, Path("out")) for folder in place.glob("*")]
+    runs = sorted({str(folder) for folder in nearby if (folder / "checkpoints").is_dir()})
+    names = difflib.get_close_matches(path.name, {Path(run).name for run in runs}, n=2)
+    if close := [run for name in names for run in runs if Path(run).name == name]:
+        return f"{path}: there is no such folder; did you mean {' or '.join(close)}?"
+    is_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))
+    hub = f"; a repository of the Hugging Face Hub is named hub:{path}" if is_hub else ""
+    here = f"; runs here: {', '.join(runs[:12])}" if runs else ""
+    return f"{path}: there is no such folder{hub}{here}"
+
+
+def check_named(names: Container[str], config: Config) -> None:
+    """Raise ConfigError if one of these options names a source or weights that are not there."""
+    if "data.source" in names or "data.val_source" in names:
+        find_sources(config.data)
+    weights = config.run.init_from
+    if "run.init_from" in names and not weights.startswith("hub:") and not Path(weights).exists():
+        raise ConfigError(no_such_run(Path(weights)))
 
 
 def has_stepped(folder: Path) -> bool:

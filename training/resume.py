@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.options import ConfigError, typed_text
-from training.budget import lengthened, next_factor, open_budget
+from training.budget import lengthened, open_budget, rate_note
 from training.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -38,6 +38,7 @@ from training.dataset import Data
 from training.distributed import Ranks
 from training.folder import (
     WRITTEN,
+    check_named,
     check_own,
     has_stepped,
     lock_folder,
@@ -145,23 +146,25 @@ def has_other_settings(saved: Config, asked: Config) -> bool:
     return any(diff.is_change or diff.is_kept for diff in compare(saved, asked))
 
 
-def resume_problems(saved: Config, asked: Config, can_resume: bool = True) -> list[str]:
-    """List why the run cannot be resumed with this command: each change, then what to do.
+def refused_changes(saved: Config, asked: Config, can_resume: bool = True) -> list[Difference]:
+    """List the changes for which the run cannot be resumed with this command.
 
-    can_resume: there is a checkpoint. Without one no run can be made longer, the source cannot be
-    compared, and --resume=changed does not help.
+    can_resume: there is a checkpoint. Without one no run can be made longer, and the source cannot
+    be compared.
     """
     refusing = ("fixed",) if asked.run.resume == "changed" else ("fixed", "changed")
     needs_checkpoint = () if can_resume else ("content", "longer")
-    refused = [
+    return [
         diff
         for diff in compare(saved, asked)
         if diff.is_change
         and (diff.kind in refusing or FULL_NAMES[diff.name].resume in needs_checkpoint)
     ]
-    if not refused:
-        return []
-    lines = [str(diff) for diff in refused]
+
+
+def ways_on(refused: Iterable[Difference], can_resume: bool = True) -> list[str]:
+    """Return what can be done after these changes were refused, one line each."""
+    lines = []
     if fixed := [diff.name for diff in refused if diff.kind in ("fixed", "content")]:
         lines.append(f"{', '.join(fixed)}: cannot change once a run has begun")
     elif can_resume:
@@ -273,16 +276,18 @@ def _begin_or_resume(
         console.print(f"{folder}: no step was taken in it; starting over with the new settings")
         aside = newest is not None  # a checkpoint of the initial weights
         return _begin(with_values(config, {"run.overwrite": aside}), console), None
-    if problems := resume_problems(saved, asked, can_resume=newest is not None):
-        raise ConfigError([f"{folder} holds a run with different settings:", *problems])
+    check_named({diff.name for diff in compare(saved, asked) if diff.is_change}, asked)
+    if refused := refused_changes(saved, asked, can_resume=newest is not None):
+        problems = [f"{folder} holds a run with different settings:", *map(str, refused)]
+        raise ConfigError(problems, ways_on(refused, can_resume=newest is not None))
     now = resumed(saved, asked)
     open_budget(now.run, TrainState())
     unsaved = None
     if newest is not None:
         with contextlib.suppress(OSError, ValueError):  # damaged: it is about to be replaced
             unsaved = _read_run_json(folder)
-    rate_notes = _rate_notes(saved, now, newest.state) if newest is not None else []
-    for line in resume_notes(saved, asked, unsaved) + rate_notes:
+    rates = rate_note(saved, now, newest.state) if newest is not None else ""
+    for line in filter(None, [*resume_notes(saved, asked, unsaved), rates]):
         console.print(line)
     return now, newest
 
@@ -294,27 +299,7 @@ def _read_run_json(folder: Path) -> Config | None:
         return from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
     except ConfigError as error:
         lines = [f"{folder}: {line}" for line in error.problems]
-        raise ConfigError([*lines, "to move the folder aside: --overwrite=true"]) from error
-
-
-# Options that the learning rate of the next step depends on.
-RATE_OPTIONS = {name for name, option in FULL_NAMES.items() if option.section == "schedule"}
-RATE_OPTIONS |= {"optim.lr", "optim.muon_lr", "run.max_steps", "run.time_budget"}
-
-
-def _rate_notes(saved: Config, config: Config, state: TrainState) -> list[str]:
-    """Return a line about the learning rate, if another length or schedule makes it jump."""
-    changed = {name for name, _, _ in differences(saved, config)} & RATE_OPTIONS
-    if state.step == 0 or not changed:
-        return []
-    now = replace(state, fits=lengthened(saved.run, config.run, state))
-    last = next_factor(saved, replace(state, step=state.step - 1))
-    first = next_factor(config, now)
-    old, new = saved.optim, config.optim
-    rates = f"{old.lr * last:.3g} in step {state.step}, {new.lr * first:.3g} in the next"
-    if new.optimizer == "muon":
-        rates += f" (Muon's: {old.muon_lr * last:.3g}, {new.muon_lr * first:.3g})"
-    return [f"learning rate: {rates}"]
+        raise ConfigError(lines, ["to move the folder aside: --overwrite=true"]) from error
 
 
 def take_folder(

@@ -32,6 +32,9 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, console: Console) -> 
         )
     model = config.model.resolved(vocab_size)
     dtype, why = pick_dtype(config.run.dtype, ranks.device, model.d_model)
+    typed, in_file = config.typed or {}, config.in_file or {}
+    if why == "as set" and {typed.get("run.dtype"), in_file.get("run.dtype")} <= {None, "auto"}:
+        why = "as before"  # chosen when the run began
     attention = pick_attention(config.run.attention, ranks.device)
     config = replace(config, model=model)
     config = with_values(config, {"run.dtype": dtype, "run.attention": attention})

@@ -6,8 +6,6 @@ Face Hub.
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -91,8 +89,6 @@ def find_weights(name: str | Path, which: str = "") -> Weights:
     path = Path(name)
     if str(name).startswith("hub:"):
         path = _download(str(name).removeprefix("hub:"))
-    elif not path.exists():
-        raise _nothing_there(path)
     if huggingface.is_folder(path) and not (path / MANIFEST).is_file():
         if which:
             raise ConfigError(f"which={which}: {path} is a Hugging Face folder, it has no steps")
@@ -109,18 +105,6 @@ def find_weights(name: str | Path, which: str = "") -> Weights:
         found.model_tensors,
         found,
     )
-
-
-def _nothing_there(path: Path) -> ConfigError:
-    """Make the error for a missing folder, suggesting the run that may be meant."""
-    nearby = [folder for place in (path.parent, Path("out")) for folder in place.glob("*")]
-    runs = {str(folder) for folder in nearby if (folder / "checkpoints").is_dir()}
-    close = difflib.get_close_matches(str(path), sorted(runs), n=1)
-    close = close or [run for run in sorted(runs) if Path(run).name == path.name]
-    hints = [f"did you mean {run}?" for run in close[:1]]
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        hints.insert(0, f"a repository of the Hugging Face Hub is named hub:{path}")
-    return ConfigError("; ".join([f"{path}: there is no such folder", *hints]))
 
 
 def _download(name: str) -> Path:
@@ -169,7 +153,7 @@ def inherit_model(config: Config, say: Say) -> Config:
         else:
             problems.append(f"model.{name}={asked}: the weights in {source.path} have {has}")
     if problems:
-        raise ConfigError([*problems, "remove these options; they come from the weights"])
+        raise ConfigError(problems, ["remove these options; they come from the weights"])
     say(f"weights from {source.path} ({source.origin}), the optimizer starts fresh")
     if followed:
         say(f"from the weights: {', '.join(followed)}")
