@@ -182,42 +182,50 @@ def _layout(messages: Messages, tokenizer: Tokenizer, reply: bool) -> _Layout:
 
 def _matched(text: str, messages: Messages, tokenizer: Tokenizer, reply: bool) -> _Layout | None:
     """Find the contents in a rendering; None if the template makes something else of them."""
-    blank = any(not message["content"].strip() for message in messages)
-    for keep_blank in (False, True) if blank else (False,):  # templates may test for empty contents
-        marked = [_marked(i, message, keep_blank) for i, message in enumerate(messages)]
+    for kept in _attempts(messages):
+        marked = [
+            {**message, "content": f"{message['content'][:n]}{PLACE}{i}{PLACE}"}
+            if n is not None
+            else message
+            for i, (message, n) in enumerate(zip(messages, kept, strict=True))
+        ]
         skeleton = _rendered(marked, tokenizer, reply).replace(GENERATED, "")
         glue, *rest = re.split(f"{PLACE}([0-9]+){PLACE}", skeleton)
         numbers, glues = [int(number) for number in rest[::2]], [glue, *rest[1::2]]
-        places = _places(text, messages, numbers, glues)
+        places = _places(text, [messages[i]["content"][kept[i] :] for i in numbers], glues)
         if places is not None and len(set(numbers)) == len(numbers):
-            return _read(text, messages, numbers, glues, places, tokenizer)
+            roles = [messages[i]["role"] for i in numbers]
+            return _read(text, roles, [not kept[i] for i in numbers], glues, places, tokenizer)
     return None
 
 
-def _marked(number: int, message: dict[str, str], keep_blank: bool) -> dict[str, str]:
-    """Put a mark in place of the content. Reasoning stays: templates may cut it out."""
-    content = message["content"]
-    if keep_blank and not content.strip():
-        return message
-    kept = content[: _after_reasoning(message)]
-    return {**message, "content": f"{kept}{PLACE}{number}{PLACE}"}
+def _attempts(messages: Messages) -> list[list[int | None]]:
+    """Return ways to put marks in place of the contents: for each message, the number of characters
+    that stay before the mark, or None for no mark.
+
+    Templates may test for an empty content, or cut the reasoning out of an answer.
+    """
+    blank = [not message["content"].strip() for message in messages]
+    found: list[list[int | None]] = []
+    for kept in ([0] * len(messages), [_reasoning(message) for message in messages]):
+        found += [kept, [None if b else n for n, b in zip(kept, blank, strict=True)]]
+    return [kept for i, kept in enumerate(found) if kept not in found[:i]]
 
 
-def _after_reasoning(message: dict[str, str]) -> int:
+def _reasoning(message: dict[str, str]) -> int:
+    """Return the length of the reasoning that an answer of the assistant begins with."""
     at = message["content"].rfind(END_OF_REASONING) if message["role"] == "assistant" else -1
     return at + len(END_OF_REASONING) if at >= 0 else 0
 
 
 def _places(
-    text: str, messages: Messages, numbers: Sequence[int], glues: Sequence[str]
+    text: str, contents: Sequence[str], glues: Sequence[str]
 ) -> list[tuple[int, int]] | None:
-    """Return where the content of each message in `numbers` is, between the template's glues."""
+    """Return where each content is in a text of these and, between them, the template's glues."""
     at, found = len(glues[0]), []
     if not text.startswith(glues[0]):
         return None
-    for number, after in zip(numbers, glues[1:], strict=True):
-        message = messages[number]
-        content = message["content"][_after_reasoning(message) :]
+    for content, after in zip(contents, glues[1:], strict=True):
         for variant in (content, content.strip(), content.lstrip(), content.rstrip()):
             if text.startswith(variant + after, at):
                 found.append((at, at + len(variant)))
@@ -230,25 +238,28 @@ def _places(
 
 def _read(
     text: str,
-    messages: Messages,
-    numbers: Sequence[int],
+    roles: Sequence[str],
+    whole: Sequence[bool],
     glues: Sequence[str],
     places: list[tuple[int, int]],
     tokenizer: Tokenizer,
 ) -> _Layout:
-    """Tell what the assistant says, and where messages begin, from the places of the contents."""
+    """Tell what the assistant says, and where messages begin, from the places of the contents.
+
+    whole: False where the reasoning before a content is part of the glue.
+    """
     opening = _opening(tokenizer.chat_template, tokenizer.files.get(CONFIG_FILE, "{}"))
     closing = _special_pattern(tuple(tokenizer.special))
     contents, said, begins, at = [], [], [0], 0
-    for number, glue, (first, end) in zip(numbers, glues, places, strict=False):
+    for role, is_whole, glue, (first, end) in zip(roles, whole, glues, places, strict=False):
         if at and glues[-1] and glue.startswith(glues[-1]):  # what ends the last message ends each
             begins.append(at + len(glues[-1]))
-        if messages[number]["role"] == "assistant":
+        if role == "assistant":
             header = text.find(opening, at, first) if opening else -1
             spoken = header + len(opening) if header >= 0 else first
             closed = closing.match(text, end) if closing else None
             said.append((spoken, closed.end() if closed else end))
-            first = spoken if _after_reasoning(messages[number]) else first
+            first = first if is_whole else spoken
         contents.append((first, end))
         at = end
     return _Layout(text, contents, said, begins)

@@ -92,11 +92,29 @@ class DataConfig:
         """Whether rows hold several documents that do not see each other."""
         return self.document_mask or self.format == "chat"
 
+    @property
+    def new_ids(self) -> int:
+        """Ids that the data may add to a tokenizer: a beginning and an end of a turn."""
+        return 2 if self.format == "chat" else 0
+
+    def _chat_problems(self) -> list[str]:
+        found = []
+        if self.tokenizer.startswith("ids:"):
+            found.append(f"data.tokenizer={self.tokenizer}: has no text; data.format=chat needs it")
+        default = DataConfig()
+        for name in ("text_field", "separator", "windows", "document_mask"):
+            if getattr(self, name) != getattr(default, name):
+                found.append(
+                    f"data.{name}={getattr(self, name)}: has no effect with data.format=chat; "
+                    "remove it"
+                )
+        return found
+
     def problems(self) -> list[str]:
         """Return all mistakes, in plain words."""
         found = []
-        if self.format == "chat" and self.tokenizer.startswith("ids:"):
-            found.append(f"data.format=chat: data.tokenizer={self.tokenizer} has no text")
+        if self.format == "chat":
+            found += self._chat_problems()
         if not self.source.strip():
             found.append("data.source is empty: name a file, a folder, or stdlib")
         found += tokenizer_problems(self.tokenizer)

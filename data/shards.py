@@ -107,11 +107,18 @@ class Windows:
         return min(1.0, self.n_tokens / (len(self) * self.context_length))
 
     @property
-    def conversations(self) -> tuple[int, int, int]:
-        """(conversations, those that are cut to fit the context, those that are left out)."""
+    def too_long(self) -> str:
+        """What happened to conversations that are longer than the context; "" if all fit."""
         parts = [part for part in self.parts if isinstance(part, ChatWindows)]
         total, cut = sum(p.n_documents for p in parts), sum(p.n_cut for p in parts)
-        return total, cut, sum(p.n_left_out for p in parts)
+        left_out = sum(p.n_left_out for p in parts)
+        if not cut + left_out:
+            return ""
+        return (
+            f"{cut + left_out:,} of {total:,} conversations are longer than the context of "
+            f"{self.context_length}: {cut:,} begin at a later message, {left_out:,} are left out, "
+            "as their last words alone are longer"
+        )
 
     def _locate(self, i: int) -> tuple[SourceWindows | ChatWindows, int]:
         if not 0 <= i < len(self):

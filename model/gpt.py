@@ -222,6 +222,15 @@ class _WithoutDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def with_new_ids(rows: Tensor, known: int, wanted: int) -> Tensor:
+    """Return rows (V, C) with those of ids known ... wanted - 1 set to the mean of those before;
+    rows beyond, padding of the vocabulary, stay."""
+    if wanted <= known:
+        return rows
+    mean = rows[:known].double().mean(0, keepdim=True).to(rows.dtype)
+    return torch.cat([rows[:known], mean.expand(wanted - known, -1), rows[wanted:]])
+
+
 def positions_within(documents: Tensor) -> Tensor:
     """Return each position within its document, from 0: (B, T) -> (B, T) int64."""
     column = torch.arange(documents.shape[1], device=documents.device)

@@ -198,7 +198,8 @@ def test_a_long_conversation_begins_at_a_later_message(tmp_path):
         "user\ncc\nassistant\ndd\nuser\nx",
         ["dd"],
     )
-    assert windows.conversations == (3, 1, 1)
+    assert windows.too_long.startswith("2 of 3 conversations are longer than the context of 32: 1 ")
+    assert "1 are left out" in windows.too_long
     assert [texts(windows, i)[1] for i in range(len(windows))] == [["dd"], ["Hello!"]]
     with pytest.raises(ConfigError, match="no conversation of the train split fits"):
         Windows(folder, "train", 5)

@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from cli.command import run_command
 from cli.options import ConfigError, parse_options
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
+    from data.chat import Messages
     from data.readers import Piece
     from data.shards import Windows
     from data.tokenizer import Tokenizer
@@ -31,6 +32,8 @@ if TYPE_CHECKING:  # torch is imported once the command line is known to be righ
     from training.weights import Weights
 
 USAGE = "python -m tools.evaluate RUN_OR_FOLDER [--source=TEXT] [--stride=N]"
+SHOWN_MISTAKES = 5
+QUESTIONS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class EvaluateOptions:
 
     source: Annotated[
         str, "text to score: a file, folder or glob; default: the run's validation split"
+    ] = ""
+    task: Annotated[
+        str,
+        "conversations whose last answers the model is to give: a file or folder",
     ] = ""
     stride: Annotated[int | None, "tokens from window to window; default: half the context"] = None
     context_length: Annotated[int | None, "length of the windows; default: the model's"] = None
@@ -58,6 +65,8 @@ class EvaluateOptions:
 
     def problems(self) -> list[str]:
         found = []
+        if self.task and self.source:
+            found.append("task and source are both given: keep one")
         for name, default in (("text_field", "text"), ("errors", "strict"), ("ids", "auto")):
             if not self.source and (value := getattr(self, name)) != default:
                 found.append(f"{name}={value}: has no effect without a text; add --source=TEXT")
@@ -86,9 +95,13 @@ def main(argv: list[str]) -> int:
     device = pick_device(options.device)
     weights = find_weights(Path(run), options.which)
     config = weights.checkpoint and weights.checkpoint.config()  # None: a Hugging Face folder
-    split = None if options.source else validation_split(weights, config)
+    split = None if options.source or options.task else validation_split(weights, config, options)
     model, tokenizer = weights.load(device)
     precision = Precision(getattr(torch, options.dtype), device.type)
+    if options.task:
+        with precision.autocast():
+            print_answers(options, model, tokenizer)
+        return 0
     if split is not None and options.stride is None and options.context_length is None:
         found, method = score_split(split, config, model, tokenizer, precision)
     else:
@@ -114,7 +127,101 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def validation_split(weights: Weights, config: Config | None) -> Windows:
+# Answers
+
+
+class Answer(NamedTuple):
+    """A question, the right answer, and the one that the model gave."""
+
+    question: str
+    right: str
+    given: str
+
+    @property
+    def is_right(self) -> bool:
+        return self.given.strip() == self.right.strip()
+
+
+def print_answers(options: EvaluateOptions, model: GPT, tokenizer: Tokenizer) -> None:
+    """Print the share of conversations whose last answer the model gives word for word."""
+    import json
+
+    from data.readers import ReadOptions
+    from data.sources import open_source
+
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"task={options.task}: the tokenizer of these weights has no chat template"
+        )
+    pieces = open_source(options.task).pieces(ReadOptions(errors=options.errors, chat=True))
+    talks = [(piece.name, json.loads(piece.text)) for piece in pieces]
+    found = answer_all(model, tokenizer, talks)
+    right = sum(answer.is_right for answer in found)
+    for answer in [answer for answer in found if not answer.is_right][:SHOWN_MISTAKES]:
+        print(f"wrong: {answer.question!r}: {answer.given!r}, not {answer.right!r}")
+    print(
+        f"{options.task}: {right:,} of {len(found):,} answers are right, word for word: "
+        f"{right / max(1, len(found)):.1%}"
+    )
+
+
+def answer_all(model: GPT, tokenizer: Tokenizer, talks: list[tuple[str, Messages]]) -> list[Answer]:
+    """Let the model give the last answer of each conversation, always with its likeliest token.
+
+    talks: (name for messages, conversation). Raises ConfigError if one does not end with the
+    assistant, or leaves no room for an answer.
+    """
+    from data.chat import render
+
+    asked: dict[int, list[tuple[list[int], Messages]]] = {}
+    for name, messages in talks:
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise ConfigError(f"{name}: does not end with a question and its answer")
+        ids = render(messages[:-1], tokenizer, reply=True).ids.tolist()
+        if len(ids) >= model.config.context_length:
+            raise ConfigError(
+                f"{name}: {len(ids)} tokens and an answer exceed the model's context of "
+                f"{model.config.context_length}: leave it out"
+            )
+        asked.setdefault(len(ids), []).append((ids, messages))  # a batch needs one length
+    found = []
+    for questions in asked.values():
+        for first in range(0, len(questions), QUESTIONS_AT_ONCE):
+            found += _answers(model, tokenizer, questions[first : first + QUESTIONS_AT_ONCE])
+    return found
+
+
+def _answers(
+    model: GPT, tokenizer: Tokenizer, asked: list[tuple[list[int], Messages]]
+) -> list[Answer]:
+    import torch
+
+    from model.config import SamplingConfig
+    from model.generate import generate
+
+    device = next(model.parameters()).device
+    longest = max(len(tokenizer.encode(messages[-1]["content"])) for _, messages in asked)
+    columns = generate(
+        model,
+        torch.tensor([ids for ids, _ in asked], device=device),
+        # One token more than the longest right answer: what does not end there is wrong.
+        SamplingConfig(temperature=0.0, max_new_tokens=longest + 1),
+        torch.Generator(device),
+        stop_ids=tokenizer.stop_ids,
+        never=tokenizer.unused_ids(model.config.vocab_size),
+    )
+    stops, found = tokenizer.stop_ids, []
+    for row, (_, messages) in zip(torch.stack([*columns], 1).tolist(), asked, strict=True):
+        end = next((i for i, token in enumerate(row) if token in stops), len(row))
+        question, right = (message["content"] for message in messages[-2:])
+        found.append(Answer(question, right, tokenizer.decode(row[:end])))
+    return found
+
+
+# Loss
+
+
+def validation_split(weights: Weights, config: Config | None, options: EvaluateOptions) -> Windows:
     """Return the windows that the run of these weights evaluates.
 
     Raises ConfigError if they are not from a run, or if it has no validation text or its prepared
@@ -130,6 +237,11 @@ def validation_split(weights: Weights, config: Config | None) -> Windows:
     if not read_meta(folder).of("val"):
         raise ConfigError(f"{weights.path}: the run has no validation text; {hint}")
     data, T = config.data, config.model.context_length
+    if data.format == "chat" and (options.stride or options.context_length):
+        raise ConfigError(
+            "stride, context_length: a sliding window is for text; conversations are scored as the "
+            "run itself does"
+        )
     return Windows(folder, "val", T, data.windows, data.document_mask)
 
 
@@ -153,6 +265,7 @@ def score_split(
         precision=precision,
     )
     kind = config.data.windows + (", documents masked" if config.data.document_mask else "")
+    kind = "conversations" if config.data.format == "chat" else kind
     which = f"{len(chosen):,} of {len(split):,} windows of {split.context_length}"
     return found, f"{which} ({kind}), as the run evaluates"
 

@@ -81,24 +81,12 @@ def open_data(
         )
     train, val = Windows(folder, "train", *kind), Windows(folder, "val", *kind) if has_val else None
     for windows, split in ((train, "training"), (val, "validation")):
-        if windows is not None and (line := _too_long(windows, split)):
-            console.say(line)
+        if windows is not None and windows.too_long:
+            console.say(f"{split}: {windows.too_long}")
     # Bits per byte count the bytes of the text, also those that the ids cannot give back.
     scale = meta.byte_scale("val")
     lengths = tokenizer.byte_lengths() * (scale if scale != 1 else 1)
     return Data(folder, meta, tokenizer, files, train, val, lengths)
-
-
-def _too_long(windows: Windows, split: str) -> str:
-    """Describe the conversations that are longer than the context; "" if all fit."""
-    total, cut, left_out = windows.conversations
-    if not cut + left_out:
-        return ""
-    return (
-        f"{split}: {cut + left_out:,} of {total:,} conversations are longer than the context of "
-        f"{windows.context_length}: {cut:,} begin at a later message, {left_out:,} left out (their "
-        "last words alone are longer)"
-    )
 
 
 def _check_trained_on(checkpoint: Path, fingerprint: str) -> None:

@@ -24,6 +24,10 @@ from training.step import Setup, pick_reduction
 def resolve(config: Config, ranks: Ranks, vocab_size: int, console: Console) -> Config:
     """Replace every default that depends on the machine or the data by its value, and print the
     choices that are not obvious."""
+    new = vocab_size - (config.model.vocab_size or vocab_size)
+    if config.run.init_from and 0 < new <= config.data.new_ids:
+        console.say(f"vocabulary: {new} new ids for the chat tokens, each the mean of the others")
+        config = with_values(config, {"model.vocab_size": vocab_size})
     if config.run.init_from and config.model.vocab_size < vocab_size:
         raise ConfigError(
             f"data.tokenizer={config.data.tokenizer}: has {vocab_size} ids, but the weights in "

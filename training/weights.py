@@ -20,7 +20,7 @@ from data.config import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import huggingface
 from model.config import DROPOUTS, ModelConfig
-from model.gpt import GPT
+from model.gpt import GPT, with_new_ids
 from training.checkpoint import MANIFEST, Checkpoint, find_checkpoint, load_model_tensors
 from training.config import Config
 from training.device import pick_attention
@@ -52,12 +52,17 @@ class Weights:
 
         Raises ConfigError if they do not fit, or if they were trained with another tokenizer.
         """
+        known_ids = self.config.vocab_size
         if self.has_tokenizer:  # else only the number of ids is known, which `resolve` has checked
             known = load_tokenizer(self.tokenizer)
-            if list(known.table) != list(tokenizer.table) or known.eot != tokenizer.eot:
+            known_ids, new = known.vocab_size, list(tokenizer.table[known.vocab_size :])
+            same = list(tokenizer.table[:known_ids]) == list(known.table)
+            if not same or known.eot != tokenizer.eot or (new and not tokenizer.chat_template):
                 asked = f"{tokenizer.name} ({tokenizer.vocab_size} ids)"
                 raise self.other_tokenizer(asked, known)
         tensors = self.tensors()
+        for name in {"embed.weight", "head.weight"} & tensors.keys():
+            tensors[name] = with_new_ids(tensors[name], known_ids, tokenizer.vocab_size)
         if model.positions is not None:  # a shorter context takes the first positions
             tensors["positions.weight"] = tensors["positions.weight"][: model.config.context_length]
         load_model_tensors(model, tensors, str(self.path))
