@@ -128,30 +128,17 @@ def command(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
 
 # For pages
 
-FLAGS = (
-    "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
-    "disable-component-update disable-sync disable-dev-shm-usage"
-)
-
 
 @pytest.fixture(scope="session")
-def browser(tmp_path_factory) -> Iterator:
+def browser() -> Iterator:
     """Headless Chromium. Needs Debian's chromium and chromium-driver, and the package selenium."""
-    webdriver = pytest.importorskip("selenium.webdriver")
-    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not chromium or not chromedriver:
+    from tools.bench.pictures import open_browser
+
+    pytest.importorskip("selenium.webdriver")
+    if not shutil.which("chromium") or not shutil.which("chromedriver"):
         pytest.skip("no chromium")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    profile = tmp_path_factory.mktemp("profile")
-    for flag in [*FLAGS.split(), f"user-data-dir={profile}"]:
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(executable_path=chromedriver)
-    driver = webdriver.Chrome(options=options, service=service)
-    driver.set_script_timeout(60)
-    yield driver
-    driver.quit()
+    with open_browser() as driver:
+        yield driver
 
 
 # A test with one of these markers runs only on request. Then it must not be skipped silently for

@@ -12,6 +12,7 @@
     decode     tokens per second, vs reading the weights, nanoGPT and Hugging Face
     auto       the config chosen for a text vs those around it, each for the same CPU seconds
     gpu        correctness, MFU, decoding and memory on a GPU
+    pictures   no table but the pictures in docs/: a fresh run recorded in a terminal, and its pages
 
 Compare only figures of one run: machines differ, and are noisy.
 """
@@ -40,6 +41,7 @@ MODES = {
     "decode": "decode",
     "auto": "auto",
     "gpu": "gpu",
+    "pictures": "pictures",
 }
 
 
@@ -52,7 +54,7 @@ class BenchOptions:
     copies: Annotated[int, "data: copies of the text to prepare"] = 24
     workers: Annotated[int | None, "data: worker processes; default: all cores"] = None
     config: Annotated[
-        str | None, "loss, start, processes: config file to run; each has a default"
+        str | None, "loss, start, processes, pictures: config to run; each has a default"
     ] = None
     peer: Annotated[str, "loss, train, decode: nanoGPT folder to compare with"] = ""
     seeds: Annotated[int, "loss: number of runs, each with its own seed"] = 5
@@ -62,6 +64,8 @@ class BenchOptions:
     cores: Annotated[int, "processes: number of processes, and of threads of the single one"] = 2
     seconds: Annotated[int, "auto: CPU seconds of each training run"] = 60
     device: Annotated[Literal["cuda", "cpu"], "gpu: cpu only tests the benchmark itself"] = "cuda"
+    folder: Annotated[str, "pictures: working folder"] = "out/pictures"
+    out: Annotated[str, "pictures: existing folder to write them to"] = "docs"
     quick: Annotated[
         bool, "train, memory, growth, kernels, decode, gpu: toy sizes, to try the command"
     ] = False
