@@ -83,9 +83,10 @@ def test_padding_of_document_windows_is_not_shown(
 
 
 def test_long_windows_are_shortened():
-    assert batch.shortened("abcdef", 4) == "abcd ... (2 more)"
-    assert batch.shortened("abcd", 4) == "abcd"
-    assert batch.shortened("abcdef", 0) == "abcdef"
+    spans = [("ab", False), ("cd", True), ("ef", False)]
+    assert batch.shortened(spans, 3) == [("ab", False), ("c", True), (" ... (3 more)", False)]
+    assert batch.shortened(spans, 4) == [*spans[:2], (" ... (2 more)", False)]
+    assert batch.shortened(spans, 6) == batch.shortened(spans, 0) == spans
 
 
 def test_missing_data_is_an_error_that_names_its_fingerprint(trained, tmp_path):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cli.options import ConfigError
+from data import encode
 from data.chat import BEGINS, COUNTS, conversation, render
 from data.config import DataConfig
-from data.meta import DamagedData, verify
+from data.meta import DamagedData, read_meta, verify
 from data.prepare import prepare
 from data.shards import IGNORE_INDEX, Windows
 from data.tokenizer import byte_tokenizer, chat_tokenizer
@@ -21,6 +23,20 @@ BYTES = chat_tokenizer(byte_tokenizer())  # <|im_start|> is 257, <|im_end|> is 2
 def talk(*turns: str) -> list[dict[str, str]]:
     """Return messages from "user: text", "assistant: text", ..."""
     return [dict(zip(("role", "content"), turn.split(": ", 1), strict=True)) for turn in turns]
+
+
+WORDS = ["red", "green", "blue"]
+
+
+def write_talks(path: Path) -> Path:
+    """Write 60 conversations of one to three exchanges: "say red7", "red"."""
+    rng, rows = np.random.default_rng(0), []
+    for i in range(60):
+        said = [WORDS[k] for k in rng.integers(0, 3, 1 + i % 3)]
+        turns = [turn for word in said for turn in (f"user: say {word}{i}", f"assistant: {word}")]
+        rows.append(json.dumps({"messages": talk(*turns)}) + "\n")
+    path.write_text("".join(rows))
+    return path
 
 
 def shown(ids, mask, tokenizer=BYTES) -> str:
@@ -203,6 +219,43 @@ def test_a_long_conversation_begins_at_a_later_message(tmp_path):
     assert [texts(windows, i)[1] for i in range(len(windows))] == [["dd"], ["Hello!"]]
     with pytest.raises(ConfigError, match="no conversation of the train split fits"):
         Windows(folder, "train", 5)
+
+
+def test_a_killed_preparation_continues_with_the_same_masks(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.encode.TASK_CHARACTERS", 500)
+    source = write_talks(tmp_path / "talks.jsonl")
+
+    def prepare_in(folder: str) -> Path:
+        config = DataConfig(
+            source=str(source),
+            format="chat",
+            tokenizer="char",
+            workers=0,
+            prepared_dir=str(tmp_path / folder),
+        )
+        return prepare(config, say=said.append, progress=False, shard_bytes=900)
+
+    said: list[str] = []
+    whole = prepare_in("whole")
+    calls = iter(range(9))
+
+    def killed(*arguments):
+        if next(calls) == 7:
+            raise KeyboardInterrupt
+        return encode.encode_chat_task(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("data.build.encode_chat_task", killed)
+        prepare_in("killed")
+    assert not [*(tmp_path / "killed").glob("[!.]*")]
+    again = prepare_in("killed")
+    assert any("continuing after" in line for line in said)
+    assert len([*whole.glob("*.mask")]) > 4
+    for file in whole.rglob("*.*"):
+        if file.suffix in (".bin", ".mask", ".crc", ".starts"):
+            assert file.read_bytes() == (again / file.name).read_bytes()
+    assert read_meta(whole).fingerprint == read_meta(again).fingerprint
+    verify(again, say=lambda text: None)
 
 
 def test_a_damaged_mask_is_noticed(tmp_path):

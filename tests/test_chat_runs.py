@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from test_chat import WORDS, write_talks
 
 from data.config import DataConfig
 from data.loader import BatchLoader
@@ -18,24 +22,13 @@ from data.shards import IGNORE_INDEX, Windows
 from data.tokenizer import load_tokenizer
 from model.config import ModelConfig
 from model.gpt import GPT
-from tests.test_chat import talk
-from tools import evaluate
+from tools import batch, evaluate
 from training.checkpoint import find_checkpoint
-
-WORDS = ["red", "green", "blue"]
 
 
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory) -> Path:
-    """Return a file of 60 conversations of one to three exchanges."""
-    path, rng = tmp_path_factory.mktemp("talks") / "talks.jsonl", np.random.default_rng(0)
-    rows = []
-    for i in range(60):
-        said = [WORDS[k] for k in rng.integers(0, 3, 1 + i % 3)]
-        turns = [turn for word in said for turn in (f"user: say {word}{i}", f"assistant: {word}")]
-        rows.append(json.dumps({"messages": talk(*turns)}) + "\n")
-    path.write_text("".join(rows))
-    return path
+    return write_talks(tmp_path_factory.mktemp("talks") / "talks.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +139,21 @@ def test_a_base_model_gets_rows_for_the_chat_tokens(train_tiny, chat_options, tm
     torch.testing.assert_close(new["embed.weight"][257:], torch.stack([mean, mean]))
     assert train_tiny(chat, **options, weight_decay=0, max_steps=2) == 0  # resumes
     assert "vocabulary: " not in capsys.readouterr().out
+
+
+def test_the_batch_viewer_shows_what_counts(train_tiny, chat_options, tmp_path, command):
+    run = tmp_path / "run"
+    assert train_tiny(run, **chat_options, max_steps=1) == 0
+    code, out, err = command(batch.main, run, "--step=1", "--chars=0")
+    assert (code, err) == (0, "")
+    answers = re.findall(r"assistant\n(.+?)\n", out)
+    assert len(answers) >= 4  # of 4 rows
+    assert all(re.fullmatch(r"«(red|green|blue)<\|im_end\|>»", answer) for answer in answers)
+    assert out.count("«") == len(answers)
+    with mock.patch.object(sys.stdout, "isatty", lambda: True), mock.patch.dict(os.environ):
+        os.environ.pop("NO_COLOR", None)
+        _, colored, _ = command(batch.main, run, "--step=1", "--chars=0")
+    assert colored == out.replace("«", "\033[32m").replace("»", "\033[0m")
 
 
 def test_the_answers_of_a_run_are_counted(train_tiny, chat_options, tmp_path, command):

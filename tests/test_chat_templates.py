@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from test_chat import AWKWARD, talk
 
 from cli.options import ConfigError
 from data.chat import COUNTS, render
 from data.tokenizer import Tokenizer, chat_tokenizer, hf_from_folder
-from tests.test_chat import AWKWARD, talk
 
 # The formats of five families, written for this test, with what the assistant says marked as
 # transformers marks it. Without the marks they are what the models' folders hold.

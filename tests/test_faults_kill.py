@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from faultlib import Shared, around_steps, bits, ended, fork, leftovers, train, verified, wait_for
+from test_chat import write_talks
 
 import training.checkpoint
 import training.run
@@ -94,10 +95,20 @@ def test_a_kill_between_the_last_checkpoint_and_best_is_mended(trained, tiny_arg
     assert place.read_text() == wanted
 
 
-@pytest.mark.parametrize("n", [20, pytest.param(200, marks=pytest.mark.faults)])
-def test_kill_9_at_random_moments_half_of_them_during_a_save(n, tiny_argv, tmp_path, figure):
-    rng, told, shared = random.Random(n), Figures(), Shared()
-    argv = tiny_argv(tmp_path / "run", **KILLED)
+@pytest.mark.parametrize(
+    ("n", "chat"),
+    [
+        (20, False),
+        pytest.param(20, True, marks=pytest.mark.faults),
+        pytest.param(200, False, marks=pytest.mark.faults),
+    ],
+)
+def test_kill_9_at_random_moments_half_of_them_during_a_save(n, chat, tiny_argv, tmp_path, figure):
+    rng, told, shared, options = random.Random(n), Figures(), Shared(), {}
+    if chat:
+        options = {"source": write_talks(tmp_path / "talks.jsonl"), "format": "chat"}
+        options |= {"tokenizer": "byte", "split": "document", "context_length": 64}
+    argv, what = tiny_argv(tmp_path / "run", **KILLED, **options), " (conversations)" * chat
     assert train(argv, before=reporting(shared)) == 0  # also prepares the data
     wanted, began = bits(tmp_path / "run", STEPS), time.monotonic()
     shutil.rmtree(tmp_path / "run")
@@ -111,6 +122,7 @@ def test_kill_9_at_random_moments_half_of_them_during_a_save(n, tiny_argv, tmp_p
     assert told.most_redone <= 2  # checkpoint_interval
     assert told.in_save >= n // 2
     figure(
-        f"kill -9 at {n} random moments, {told.in_save} of them in a save, then resumed to the end",
+        f"kill -9 at {n} random moments{what}, {told.in_save} of them in a save, then resumed to "
+        "the end",
         f"{told.equal} of {n} bit-equal; torn {told.torn}; most steps redone {told.most_redone}",
     )
