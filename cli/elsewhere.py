@@ -1,8 +1,8 @@
 """Names that other projects use for the options: for suggestions only, none is accepted.
 
 From nanoGPT's train.py, nanochat's base_train.py, Hugging Face's TrainingArguments, model configs
-and example scripts, and plain guesses. The names after "" mean no option here; they are listed so
-that they are not taken for misspellings of another one.
+and example scripts, and plain guesses. The names after "" mean no option here, and would otherwise
+be taken for misspellings of another one.
 """
 
 from __future__ import annotations
@@ -55,11 +55,7 @@ OURS = {  # our option: their names
     "wandb": "wandb_log report_to",
     "project": "wandb_project",
     "quiet": "disable_tqdm",
-    "": "epochs num_epochs num_train_epochs lr_decay_iters eval_only always_save_checkpoint "
-    "backend ddp_backend wandb_run_name run_name per_device_eval_batch_size tf32 fp8 fsdp "
-    "gradient_checkpointing logging_dir eval_strategy save_strategy load_best_model_at_end "
-    "metric_for_best_model deepspeed local_rank aspect_ratio window_pattern target_flops "
-    "target_param_data_ratio scalar_lr resume_from_step core_metric_every sample_every decay",
+    "": "per_device_eval_batch_size sample_every decay",
 }
 TRAINING = {name: ours for ours, names in OURS.items() for name in names.split()}
 SAMPLING = {  # sample.py's

@@ -322,7 +322,7 @@ def nearest(
     meant |= {
         other: known[ours].full_name if ours else None for other, ours in (hints or {}).items()
     }
-    leaf = name.rpartition(".")[2].lower().replace("-", "_")
+    leaf = name.rpartition(".")[2].lower()
     alike = [other for other in meant if other[:1] == leaf[:1]]
     close = difflib.get_close_matches(leaf, alike, n=1, cutoff=0.75)
     close = close or difflib.get_close_matches(leaf, meant, n=1, cutoff=0.82)

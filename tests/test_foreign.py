@@ -583,8 +583,8 @@ def test_a_run_names_a_tokenizer_of_the_data(own_run, tmp_path):
         ("out/smal", "did you mean out/small?"),
         ("out/small2", "did you mean out/small?"),
         ("small", "did you mean out/small?"),
-        ("some/model", "hub:some/model; runs here: out/small\n"),
-        ("xyzzy", "xyzzy: there is no such folder; runs here: out/small\n"),
+        ("some/model", "hub:some/model; runs here: out/books, out/small\n"),
+        ("xyzzy", "xyzzy: there is no such folder; runs here: out/books, out/small\n"),
     ],
 )
 def test_a_mistyped_run_is_never_looked_for_on_the_network(
@@ -594,6 +594,7 @@ def test_a_mistyped_run_is_never_looked_for_on_the_network(
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out/small/checkpoints").mkdir(parents=True)
+    (tmp_path / "out/books/checkpoints").mkdir(parents=True)
     (tmp_path / "out/smalt").mkdir()  # no run
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
     code, out, err = command(sample.main, typed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import tools.__main__ as tools_main
 from tests.test_structure import FILES
 
@@ -23,4 +21,8 @@ def test_every_tool_is_listed_with_what_it_does(command):
     assert code == 0 and listed.keys() == names
     assert listed["batch"] == "Show the text that an update was computed from"
     assert all(text[0].isupper() and "`" not in text for text in listed.values())
-    assert Path("tools", "play").is_dir() and "play" in listed
+
+
+def test_a_tool_is_not_named_apart(command):
+    code, _, err = command(tools_main.main, "report")
+    assert code == 2 and "python -m tools.NAME" in err

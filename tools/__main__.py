@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
 from pathlib import Path
 
 from cli.command import run_command
+from cli.options import parse_options
+
+USAGE = "python -m tools, or python -m tools.NAME for one of them"
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """The list has no options."""
 
 
 def main(argv: list[str]) -> int:
     """Print one line per tool, from its docstring."""
+    parse_options(argv, ListOptions, usage=USAGE)
     for name, line in tools():
         print(f"python -m tools.{name:10}  {line}")
     print("\nEach has --help.")
