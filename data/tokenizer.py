@@ -623,7 +623,14 @@ def hf_from_folder(folder: str | Path) -> Tokenizer:
     """Return the tokenizer of a Hugging Face folder. Raises ConfigError if there is none."""
     path = Path(folder).expanduser()
     if not (path / JSON_FILE).is_file():
-        raise ConfigError(f"data.tokenizer=hf:{folder}: {path / JSON_FILE} does not exist")
+        hint = ""
+        if (path / "tokenizer.model").is_file():  # transformers converts it when it is loaded
+            hint = (
+                "; to make it from tokenizer.model (SentencePiece): python -c 'from transformers "
+                f'import AutoTokenizer; AutoTokenizer.from_pretrained("{path}")'
+                f'.save_pretrained("{path}")\''
+            )
+        raise ConfigError(f"data.tokenizer=hf:{folder}: {path / JSON_FILE} does not exist{hint}")
     config = path / CONFIG_FILE
     config_text = config.read_text(encoding="utf-8") if config.is_file() else "{}"
     content = (path / JSON_FILE).read_text(encoding="utf-8")

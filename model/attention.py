@@ -247,9 +247,13 @@ class CausalSelfAttention(nn.Module):
         C, D = config.d_model, config.d_head
         self.layer, self.d_head, self.dropout = layer, D, attention_dropout(config)
         self.attend = ATTENTION[backend]
-        self.q_proj = nn.Linear(C, config.n_heads * D, bias=config.bias)
-        self.k_proj = nn.Linear(C, config.n_kv_heads * D, bias=config.bias)
-        self.v_proj = nn.Linear(C, config.n_kv_heads * D, bias=config.bias)
+        # Without RoPE (Kazemnejad et al. 2023, "NoPE") a layer knows the order of the tokens from
+        # the causal mask alone; a few such layers among others help with long contexts.
+        self.rotates = config.nope_every == 0 or (layer + 1) % config.nope_every != 0
+        qkv_bias = config.bias or config.qkv_bias
+        self.q_proj = nn.Linear(C, config.n_heads * D, bias=qkv_bias)
+        self.k_proj = nn.Linear(C, config.n_kv_heads * D, bias=qkv_bias)
+        self.v_proj = nn.Linear(C, config.n_kv_heads * D, bias=qkv_bias)
         self.o_proj = nn.Linear(config.n_heads * D, C, bias=config.bias)
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
@@ -270,7 +274,7 @@ class CausalSelfAttention(nn.Module):
             # al. 2020). Done before the transpose, while each head is contiguous in memory.
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or H_kv, T, D)
-        if rotation is not None:
+        if rotation is not None and self.rotates:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, H_kv, S, D)

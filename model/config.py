@@ -47,8 +47,14 @@ class ModelConfig:
     rope_original_context: Annotated[
         int, "llama3 scaling: context length before stretching", "fixed"
     ] = 8192
+    nope_every: Annotated[
+        int, "leave RoPE out in every Nth block, SmolLM3's is 4 (0: in none)", "fixed"
+    ] = 0
     qk_norm: Annotated[bool, "RMS-normalize queries and keys per head", "fixed"] = True
     bias: Annotated[bool, "biases in linear layers and LayerNorm", "fixed"] = False
+    qkv_bias: Annotated[
+        bool, "biases in the query, key and value projections alone, as in Qwen2", "fixed"
+    ] = False
     dropout: Annotated[float, "dropout probability in training", "changed"] = 0.0
     attention_dropout: Annotated[
         float | None,
@@ -74,6 +80,8 @@ class ModelConfig:
         for name in ("norm_eps", "rope_theta"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 found.append(f"model.{name}={getattr(self, name)}: must be above 0")
+        if self.nope_every < 0:
+            found.append(f"model.nope_every={self.nope_every}: must be 0 (off) or above")
         if not 1.0 <= self.rope_factor < float("inf"):
             found.append(f"model.rope_factor={self.rope_factor}: must be at least 1")
         if found:
@@ -91,6 +99,10 @@ class ModelConfig:
             found.append(f"model.n_kv_heads={H_kv}: must divide model.n_heads={H}")
         if self.rope_scaling != "none" and self.position != "rope":
             found.append("model.rope_scaling=llama3 needs model.position=rope")
+        if self.nope_every and self.position != "rope":
+            found.append(f"model.nope_every={self.nope_every} needs model.position=rope")
+        if self.bias and self.qkv_bias:
+            found.append("model.qkv_bias=true: model.bias=true has these biases; set one of them")
         return found
 
     def resolved(self, vocab_size: int | None = None) -> ModelConfig:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -68,6 +69,7 @@ class Family:
     features: dict[str, tuple]  # field -> the values we support, None for absent or null
     tensors: dict[str, str]  # module -> theirs; modules with the same one lie in it side by side
     transposed: bool = False  # the matrices of the layers are stored (in, out)
+    absent: Json | None = None  # what fields mean that config.json leaves out
 
 
 # transformers ignores fields that it does not know. These it uses, or once did.
@@ -124,7 +126,14 @@ GPT2 = Family(
 
 LLAMA = Family(
     architecture="LlamaForCausalLM",
-    fixed={"norm": "rms", "mlp": "swiglu", "position": "rope", "qk_norm": False},
+    fixed={
+        "norm": "rms",
+        "mlp": "swiglu",
+        "position": "rope",
+        "nope_every": 0,
+        "qk_norm": False,
+        "qkv_bias": False,
+    },
     fields={
         "n_layers": Field("num_hidden_layers"),
         "n_heads": Field("num_attention_heads"),
@@ -181,7 +190,48 @@ QWEN3 = replace(
     },
 )
 
-FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}  # by config.json's model_type
+WITHOUT_BIAS = {option: field for option, field in LLAMA.fields.items() if option != "bias"}
+
+QWEN2 = replace(
+    LLAMA,
+    architecture="Qwen2ForCausalLM",
+    fixed={**LLAMA.fixed, "bias": False, "qkv_bias": True},
+    fields=WITHOUT_BIAS,
+    features={name: values for name, values in QWEN3.features.items() if "bias" not in name},
+    absent={"num_key_value_heads": 32, "max_position_embeddings": 32768},
+)
+
+MISTRAL = replace(  # without its sliding window a Llama, and written as one
+    LLAMA,
+    architecture="MistralForCausalLM",
+    fixed={**LLAMA.fixed, "bias": False},
+    fields=WITHOUT_BIAS,
+    absent={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+)
+
+SMOLLM3 = replace(
+    LLAMA,
+    architecture="SmolLM3ForCausalLM",
+    fixed={option: value for option, value in LLAMA.fixed.items() if option != "nope_every"},
+    fields={**LLAMA.fields, "nope_every": Field("no_rope_layer_interval")},
+    absent={
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_theta": 2000000.0,
+        "tie_word_embeddings": True,
+        "no_rope_layer_interval": 4,
+    },
+)
+
+# By config.json's model_type. Of those that fit a model, the first is written.
+FAMILIES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "qwen3": QWEN3,
+    "qwen2": QWEN2,
+    "mistral": MISTRAL,
+    "smollm3": SMOLLM3,
+}
 
 
 # config.json
@@ -197,6 +247,7 @@ def from_huggingface(about: Json) -> ModelConfig:
         known = ", ".join(FAMILIES)
         raise ConfigError(f"model_type={_short(name)}: not supported; use one of {known}")
     family = FAMILIES[name]
+    about = {**(family.absent or {}), **about}
     problems = _unsupported(about, family)
     values = dict(family.fixed)
     if family is GPT2:
@@ -210,6 +261,8 @@ def from_huggingface(about: Json) -> ModelConfig:
         except (TypeError, ValueError, OverflowError):
             given = "missing" if value is ... else f"{_short(value)} is not a number"
             problems.append(f"{field.name}: {given}")
+    if family is SMOLLM3 and not problems:
+        values["nope_every"] = _read_nope(about, values["n_layers"], values["nope_every"], problems)
     if not problems:
         config = ModelConfig(**values)
         problems = [_their_words(problem, family) for problem in config.problems()]
@@ -230,7 +283,8 @@ def _unsupported(about: Json, family: Family) -> list[str]:
     others = {str(k) for k in (kinds if isinstance(kinds, list) else [kinds])} - {"full_attention"}
     if others:
         problems.append(f"layer_types: {_short(', '.join(sorted(others)))} is not supported")
-    if family is LLAMA and bool(about.get("attention_bias")) != bool(about.get("mlp_bias")):
+    attention_bias, mlp_bias = about.get("attention_bias"), about.get("mlp_bias")
+    if "bias" not in family.fixed and bool(attention_bias) != bool(mlp_bias):
         problems.append("attention_bias differs from mlp_bias: here all linear layers agree")
     return problems
 
@@ -244,6 +298,22 @@ def _their_words(problem: str, family: Family) -> str:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def _read_nope(about: Json, n_layers: int, every: int, problems: list[str]) -> int:
+    """Return nope_every of a SmolLM3. no_rope_layers, if given, comes before the interval and has a
+    1 for each layer that has RoPE."""
+    given = about.get("no_rope_layers")
+    if given is None:
+        return every
+    layers = [bool(uses) for uses in given[:n_layers]] if isinstance(given, list) else []
+    every = layers.index(False) + 1 if False in layers else 0
+    expected = (every == 0 or (i + 1) % every != 0 for i in range(len(layers)))
+    if len(layers) < n_layers or layers != list(expected):
+        problems.append(
+            f"no_rope_layers={_short(given)}: must list every layer, with a 0 in every Nth place"
+        )
+    return every
 
 
 def _read_rope(about: Json, problems: list[str]) -> dict[str, Any]:
@@ -320,12 +390,14 @@ def to_huggingface(
             "embd_pdrop": config.dropout,
             "attn_pdrop": attention_dropout(config),
         }
+    left_out = {"sliding_window": None, "pad_token_id": None}  # some classes have other defaults
     dropout = {"attention_dropout": attention_dropout(config)}
-    return about | {"hidden_act": "silu", "mlp_bias": config.bias, **dropout, **_write_rope(config)}
+    rest = {"hidden_act": "silu", "mlp_bias": config.bias, **dropout, **_write_rope(config)}
+    return about | left_out | rest
 
 
 def family_of(config: ModelConfig) -> str:
-    """Return the family that a (resolved) model fits: gpt2, llama or qwen3.
+    """Return the family that a (resolved) model fits, by its name in FAMILIES.
 
     Raises ConfigError naming the options that do not fit the nearest family.
     """
@@ -356,6 +428,8 @@ def _misfits(config: ModelConfig, name: str) -> list[str]:
         found.append(f"model.n_kv_heads={config.n_kv_heads} where gpt2 has n_heads={H}")
     if name == "gpt2" and D * H != C:
         found.append(f"model.d_head={D} where gpt2 has d_model / n_heads")
+    if name == "smollm3" and config.nope_every == 0:
+        found.append("model.nope_every=0 where smollm3 has 4")
     if name == "llama" and C % H:
         found.append(f"model.d_model={C} where llama has a multiple of n_heads={H}")
     return found
@@ -400,6 +474,34 @@ def _turned(tensor: Tensor, name: str, family: Family) -> Tensor:
 def is_folder(path: Path) -> bool:
     """Tell whether this is a Hugging Face folder: it has a config.json."""
     return (path / "config.json").is_file()
+
+
+def conversion(path: Path) -> str:
+    """Return what a GGUF file or a LoRA adapter is, and the command that makes a folder of it that
+    can be read; "" for anything else."""
+    adapter = path / "adapter_config.json"
+    gguf = [path] if path.suffix == ".gguf" and path.is_file() else sorted(path.glob("*.gguf"))
+    if adapter.is_file():
+        base = str(_read_json(adapter).get("base_model_name_or_path"))
+        here, new, base = map(json.dumps, (str(path), f"{path}-merged", base))
+        what = f"a LoRA adapter for {base}, without the model's own weights; to merge them"
+        code = (
+            "from peft import AutoPeftModelForCausalLM; from transformers import AutoTokenizer; "
+            f"AutoPeftModelForCausalLM.from_pretrained({here}).merge_and_unload()"
+            f".save_pretrained({new}); AutoTokenizer.from_pretrained({base}).save_pretrained({new})"
+        )
+    elif gguf:
+        here, name = json.dumps(str(gguf[0].parent)), json.dumps(gguf[0].name)
+        new = json.dumps(str(gguf[0].with_suffix("")))
+        what = "weights for llama.cpp (GGUF); name the model's Hugging Face folder, or convert them"
+        code = (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer; "
+            f"[kind.from_pretrained({here}, gguf_file={name}).save_pretrained({new}) "
+            "for kind in (AutoModelForCausalLM, AutoTokenizer)]"
+        )
+    else:
+        return ""
+    return f"{what}: python -c {shlex.quote(code)}, which writes {new}"
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -504,6 +606,8 @@ def _weight_files(path: Path) -> list[str]:
                 raise DamagedFolder(f"{path / INDEX} names {name!r}, which is not in the folder")
         return files
     if not (path / WEIGHTS).is_file():
+        if other := conversion(path):
+            raise ConfigError(f"{path}: {other}")
         pickled = sorted(file.name for file in path.glob("*.bin"))
         hint = f", only {pickled[0]}, which is never unpickled" if pickled else ""
         raise ConfigError(f"{path}: there is no {WEIGHTS}{hint}; save the model as safetensors")

@@ -203,6 +203,9 @@ def test_the_command_line_beats_the_file_and_the_file_the_default(load, capsys):
     [
         (["--n_heads=3", "--d_model=64"], "model.n_heads=3"),
         (["--n_heads=4", "--d_model=20"], "must be even"),
+        (["--nope_every=-1"], "model.nope_every=-1"),
+        (["--nope_every=2", "--position=learned"], "model.nope_every=2 needs model.position=rope"),
+        (["--bias=true", "--qkv_bias=true"], "model.qkv_bias=true: model.bias=true has"),
         (["--dropout=1.5"], "model.dropout=1.5"),
         (["--dropout=-0.1"], "model.dropout=-0.1"),
         (["--attention_dropout=1"], "model.attention_dropout=1"),

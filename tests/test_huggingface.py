@@ -46,7 +46,14 @@ LLAMA3 = {
 
 def family_configs() -> dict[str, object]:
     """Return a tiny transformers config of each kind."""
-    from transformers import GPT2Config, LlamaConfig, Qwen3Config
+    from transformers import (
+        GPT2Config,
+        LlamaConfig,
+        MistralConfig,
+        Qwen2Config,
+        Qwen3Config,
+        SmolLM3Config,
+    )
 
     shape = {
         "vocab_size": V,
@@ -70,6 +77,19 @@ def family_configs() -> dict[str, object]:
         "llama3": LlamaConfig(**shape, rope_parameters=LLAMA3, tie_word_embeddings=True),
         "llama-bias": LlamaConfig(**shape, **biases, head_dim=16, rms_norm_eps=1e-5),
         "qwen3": Qwen3Config(**shape, num_key_value_heads=1, head_dim=32),
+        "qwen2": Qwen2Config(**shape, num_key_value_heads=2, tie_word_embeddings=True),
+        "mistral": MistralConfig(
+            **{**shape, "hidden_size": 50}, num_key_value_heads=2, head_dim=16, sliding_window=None
+        ),
+        "smollm3": SmolLM3Config(
+            **{**shape, "num_hidden_layers": 5, "pad_token_id": None},
+            num_key_value_heads=2,
+            no_rope_layer_interval=2,
+        ),
+        "smollm3-untied": SmolLM3Config(
+            **{**shape, **biases, "num_hidden_layers": 4, "pad_token_id": None},
+            tie_word_embeddings=False,
+        ),
     }
 
 
@@ -106,7 +126,8 @@ def ours(folder: Path) -> GPT:
     return model.eval()
 
 
-KINDS = ["gpt2", "gpt2-untied", "llama-gqa", "llama3", "llama-bias", "qwen3"]
+KINDS = ["gpt2", "gpt2-untied", "llama-gqa", "llama3", "llama-bias", "qwen3", "qwen2", "mistral"]
+KINDS += ["smollm3", "smollm3-untied"]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -234,7 +255,7 @@ def test_old_and_new_spellings_of_rope_mean_the_same(theirs):
         assert from_huggingface(left) == from_huggingface(found)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("family", huggingface.FAMILIES)
 def test_what_is_left_out_means_what_it_means_to_transformers(family):
     from transformers import AutoConfig
 
@@ -242,8 +263,14 @@ def test_what_is_left_out_means_what_it_means_to_transformers(family):
     sizes |= {"intermediate_size": 80, "vocab_size": V}
     if family == "gpt2":
         sizes = {"n_embd": 256, "n_head": 2, "n_layer": 1, "vocab_size": V}
+    if family in ("qwen3", "qwen2"):
+        sizes |= {"num_attention_heads": 32}
     if family == "qwen3":
-        sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 2048}
+        sizes |= {"max_position_embeddings": 2048}
+    if family == "mistral":
+        sizes |= {"num_attention_heads": 8, "sliding_window": None}
+    if family == "smollm3":
+        sizes |= {"num_attention_heads": 4, "num_hidden_layers": 4}
     meant = json.loads(AutoConfig.for_model(family, **sizes).to_json_string(use_diff=False))
     assert from_huggingface({"model_type": family, **sizes}) == from_huggingface(meant)
 
@@ -253,7 +280,13 @@ def test_what_is_left_out_means_what_it_means_to_transformers(family):
 
 REFUSED = [
     ("llama-gqa", {"model_type": "mixtral"}, "model_type=mixtral"),
-    ("llama-gqa", {"model_type": "qwen2"}, "model_type=qwen2"),
+    ("llama-gqa", {"model_type": "qwen2_moe"}, "model_type=qwen2_moe"),
+    ("mistral", {"sliding_window": 4096}, "sliding_window=4096"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("smollm3", {"no_rope_layers": [1, 0, 1, 1, 1]}, "no_rope_layers=[1, 0, 1, 1, 1]"),
+    ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers=[1, 0, 1, 0]"),
+    ("smollm3", {"no_rope_layers": 4}, "no_rope_layers=4"),
+    ("smollm3", {"attention_bias": True}, "attention_bias differs"),
     ("llama-gqa", {"attention_bias": True}, "attention_bias"),
     ("llama-gqa", {"mlp_bias": True}, "mlp_bias"),
     ("llama-gqa", {"hidden_act": "gelu"}, "hidden_act=gelu"),
@@ -348,12 +381,55 @@ def test_pickled_weights_are_never_opened(theirs, tmp_path):
     assert not Path("pwned").exists()
 
 
+# Folders of other kinds
+
+
+def test_an_adapter_is_told_with_the_command_that_merges_it(tmp_path):
+    adapter = {"base_model_name_or_path": "some/base", "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError) as raised:
+        find_weights(tmp_path)
+    said = str(raised.value)
+    assert said.startswith(f'{tmp_path}: a LoRA adapter for "some/base"')
+    code = said[said.index("python -c '") + len("python -c '") : said.rindex("'")]
+    compile(code, "hint", "exec")
+    assert f'("{tmp_path}").merge_and_unload().save_pretrained("{tmp_path}-merged")' in code
+    assert said.endswith(f'which writes "{tmp_path}-merged"')
+
+
+@pytest.mark.parametrize("named", ["folder", "file", "with config"])
+def test_weights_for_llama_cpp_are_told_with_the_command_that_converts_them(
+    named, theirs, tmp_path
+):
+    path = tmp_path / "m.Q8_0.gguf"
+    path.write_bytes(b"GGUF")
+    if named == "with config":
+        shutil.copy(theirs["qwen2"][1] / "config.json", tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        find_weights(path if named == "file" else tmp_path)
+    said = str(raised.value)
+    assert f'("{tmp_path}", gguf_file="m.Q8_0.gguf")' in said
+    assert said.endswith(f'which writes "{tmp_path}/m.Q8_0"')
+
+
+def test_a_weights_folder_with_other_formats_beside_is_read(theirs, tmp_path):
+    folder = Path(shutil.copytree(theirs["qwen2"][1], tmp_path / "copy"))
+    (folder / "m.gguf").write_bytes(b"GGUF")
+    (folder / "adapter_config.json").write_text("{}")
+    assert same_model(folder, theirs["qwen2"][1])
+    assert find_weights(folder).config.qkv_bias
+
+
 # Which models fit which class
 
 
 FITTING = {
     "qwen3": ModelConfig(),
     "llama": ModelConfig(qk_norm=False, bias=True),
+    "qwen2": ModelConfig(qk_norm=False, qkv_bias=True),
+    "mistral": ModelConfig(qk_norm=False, d_model=126, d_head=32),
+    "smollm3": ModelConfig(qk_norm=False, nope_every=4, bias=True),
     "gpt2": ModelConfig(
         norm="layer", mlp="gelu", position="learned", qk_norm=False, bias=True, tie_embeddings=True
     ),
@@ -365,6 +441,26 @@ def test_the_family_and_the_names_follow_from_the_model(family):
     config = FITTING[family].resolved(V)
     assert family_of(config) == family
     assert parameter_names(config) == [name for name, _ in GPT(config).named_parameters()]
+
+
+def test_a_mistral_is_refused_if_its_file_leaves_the_sliding_window_out(theirs):
+    found = json.loads((theirs["mistral"][1] / "config.json").read_text())
+    del found["sliding_window"]
+    with pytest.raises(ConfigError, match="sliding_window=4096: not supported"):
+        from_huggingface(found)
+
+
+def test_a_mistral_whose_heads_share_the_width_is_written_as_a_llama(theirs):
+    found = json.loads((theirs["mistral"][1] / "config.json").read_text())
+    assert family_of(from_huggingface(found | {"hidden_size": 48})) == "llama"
+
+
+@pytest.mark.parametrize(
+    ("listed", "every"), [([1, 1, 0, 1, 1], 3), ([0, 0, 0, 0, 0, 1], 1), ([1] * 5, 0)]
+)
+def test_the_list_of_layers_without_rope_comes_before_the_interval(theirs, listed, every):
+    found = json.loads((theirs["smollm3"][1] / "config.json").read_text())
+    assert from_huggingface(found | {"no_rope_layers": listed}).nope_every == every
 
 
 def test_a_module_that_no_family_has_is_refused_by_name(tmp_path):
@@ -382,6 +478,9 @@ def test_a_module_that_no_family_has_is_refused_by_name(tmp_path):
         ("qwen3", {"bias": True}, "model.bias=true"),
         ("qwen3", {"norm": "layer"}, "model.norm=layer"),
         ("qwen3", {"position": "learned"}, "model.position=learned"),
+        ("qwen3", {"nope_every": 4}, "model.nope_every=4"),
+        ("qwen3", {"qkv_bias": True}, "model.qkv_bias=true"),
+        ("qwen2", {"nope_every": 4}, "model.nope_every=4"),
         ("llama", {"d_model": 126, "d_head": 32}, "model.d_model=126"),
         ("gpt2", {"n_kv_heads": 2}, "model.n_kv_heads=2"),
         ("gpt2", {"d_head": 16}, "model.d_head=16"),

@@ -304,7 +304,11 @@ def test_a_saved_bpe_keeps_the_pattern_it_was_trained_with(own, tmp_path, monkey
 
 
 def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="tokenizer.json"):
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(ConfigError, match="from tokenizer.model .*: python -c .*save_pretrained"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").unlink()
+    with pytest.raises(ConfigError, match="tokenizer.json does not exist$"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be read"):

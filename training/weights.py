@@ -100,6 +100,9 @@ def find_weights(name: str | Path, which: str = "") -> Weights:
         config = huggingface.read_config(path)
         tensors = partial(huggingface.read_tensors, path, config)
         return Weights(str(name), path, "Hugging Face", config, path, tensors, None)
+    is_run = (path / MANIFEST).is_file() or (path / "checkpoints").is_dir()
+    if not is_run and (other := huggingface.conversion(path)):
+        raise ConfigError(f"{path}: {other}")
     found = find_checkpoint(path, which)
     return Weights(
         str(name),
@@ -117,7 +120,7 @@ def _download(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        files = ["*.json", "*.safetensors"]
+        files = ["*.json", "*.jinja", "*.safetensors"]
         return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
     except Exception as error:  # no network, no such repository, no permission, no library
         why = (str(error).splitlines() or [""])[0]
