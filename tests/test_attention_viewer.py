@@ -191,6 +191,18 @@ def test_without_a_prompt_a_passage_of_the_validation_text_is_shown(command, tra
     assert shown in text[int(0.79 * len(text)) :]  # the last 20% validates
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("rn x\ndef f2(x):\n    return", "def f2(x):\n    return"),
+        ("a line longer than the rest\ndef", "a line longer than the rest\ndef"),
+        ("no end of a line", "no end of a line"),
+    ],
+)
+def test_a_passage_begins_with_a_whole_line_if_that_leaves_most_of_it(text, shown):
+    assert attention.whole_lines(text) == shown
+
+
 def test_the_passage_is_the_one_whose_words_come_up_again(train_tiny, command, tmp_path):
     chosen = "Anna told Olga what Olga told Anna. "
     text = "".join(f"nothing {i} again, {i * i}\n" for i in range(60))
