@@ -95,6 +95,16 @@ def test_type_watch_and_look_inside(browser, served, size, dark):
     assert errors(browser) == []
 
 
+def test_the_theme_follows_the_system_until_a_button_is_pressed(browser, served):
+    background = "return getComputedStyle(document.body).backgroundColor"
+    for dark, color in ((False, "rgb(255, 255, 255)"), (True, "rgb(20, 24, 31)")):
+        show(browser, served[0], DESKTOP, dark)
+        assert browser.execute_script(background) == color
+    browser.find_element("css selector", "button[data-theme='light']").click()
+    assert browser.execute_script(background) == "rgb(255, 255, 255)"
+    assert errors(browser) == []
+
+
 def test_a_click_on_another_token_branches_and_back_undoes_it(browser, served):
     show(browser, served[0], DESKTOP)
     generate(browser, "def f(x):")

@@ -25,8 +25,9 @@ from cli.options import ConfigError
 from cli.web import HEADERS, check_request, page_headers
 from model.config import SamplingConfig
 from tools.play.session import Session
+from training.report.page import fill_template
 
-PAGE = "play.html"
+PAGE, TITLE = "play.html", "plainGPT playground"
 MOST_BYTES = 1 << 20  # of a request
 MOST_CHARACTERS = 100_000  # of a prompt
 MOST_TOKENS = 2_000  # of one answer, and of ids sent back
@@ -42,8 +43,8 @@ def make_app(sessions: Sequence[Session], secret: str) -> Starlette:
     async def page(request: Request) -> Response:
         check_request(request, request.query_params.get("token", ""), secret)
         nonce, headers = page_headers()
-        template = Path(__file__).with_name(PAGE).read_text(encoding="utf-8")
-        return HTMLResponse(template.replace("@NONCE@", nonce), headers=headers)
+        text = fill_template(Path(__file__).with_name(PAGE), TITLE, None, NONCE=nonce)
+        return HTMLResponse(text, headers=headers)
 
     async def about(request: Request) -> Response:
         _check(request, secret)

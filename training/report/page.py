@@ -25,6 +25,7 @@ from training.config import OPTIONS, Config
 from training.console import clock_text, percent, short
 from training.report.history import REPORT, Entry, History
 
+HERE = Path(__file__).parent
 GENERATOR = '<meta name="generator" content="plainGPT">'  # in every page that we write
 # Columns of metrics.jsonl that are drawn; charts.js says how.
 TRAINING = ("loss", "smoothed", "lr", "grad_norm", "tokens_per_second", "mfu")
@@ -36,11 +37,10 @@ def write_report(histories: Sequence[History], path: Path) -> Path:
 
     Raises OSError if it cannot be written.
     """
-    here = Path(__file__).parent
     data = page_data(histories)
     scripts = {"CHARTS": "charts.js", "SCRIPT": "report.js"}
-    parts = {name: (here / file).read_text(encoding="utf-8") for name, file in scripts.items()}
-    text = fill_template(here / "template.html", data["title"], data, **parts)
+    parts = {name: (HERE / file).read_text(encoding="utf-8") for name, file in scripts.items()}
+    text = fill_template(HERE / "template.html", data["title"], data, **parts)
     replace_file(path, text.encode("utf-8", "replace"))
     return path
 
@@ -72,11 +72,11 @@ def check_page(path: Path) -> None:
 def fill_template(template: Path, title: str, data: Any, **parts: str) -> str:
     """Return an HTML template with @TITLE@, @DATA@ (as JSON) and @NAME@ of each part replaced.
 
-    @STYLE@ and @THEME@ are what all our pages share: report.css and the light and dark buttons.
+    @COLORS@ and @THEME@ are what all our pages share: the colors, and the light and dark buttons.
+    @STYLE@ is the style of the report.
     """
-    here = Path(__file__).parent
-    parts["STYLE"] = (here / "report.css").read_text(encoding="utf-8")
-    parts["THEME"] = (here / "theme.js").read_text(encoding="utf-8")
+    shared = {"COLORS": "theme.css", "THEME": "theme.js", "STYLE": "report.css"}
+    parts |= {name: (HERE / file).read_text(encoding="utf-8") for name, file in shared.items()}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     values = {"TITLE": html.escape(title), "DATA": text.replace("<", "\\u003c"), **parts}
     # In one pass: a sample may contain "@TITLE@". "<" is escaped because of "</script>".
