@@ -42,16 +42,16 @@ SPINE = {
 # Since then the aim is raised for: training on a text without a config, the live page, use from
 # Python, and conversations (a mask beside the ids, chat templates).
 LINES = {
-    "spine": 3900,
-    "cli": 1000,
-    "model": 2300,
-    "data": 5300,
-    "training": 6500,
-    "tools": 3000,  # without tools/bench: evidence for the README's figures, not used by a run
+    "spine": 4000,
+    "cli": 1200,
+    "model": 2600,
+    "data": 5900,
+    "training": 7200,
+    "tools": 3300,  # without tools/bench: evidence for the README's figures, not used by a run
     "config": 280,
-    "product": 18300,  # everything but tools/bench
+    "product": 20600,  # everything but tools/bench
 }
-PRODUCT_FILES = 100
+PRODUCT_FILES = 110
 LONGEST_FUNCTION = 60
 LONGEST_MAIN = 90  # train.py's, which reads from top to bottom
 OWN_IMPORTS = 10  # own modules that one file may import
