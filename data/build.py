@@ -89,7 +89,8 @@ def make_plan(
     is_ids = config.tokenizer.startswith("ids:")
     n_ids = int(config.tokenizer.removeprefix("ids:")) if is_ids else 0
     chat = config.format == "chat"
-    how = ReadOptions(config.text_field, config.errors, config.separator, n_ids, chat)
+    limit = config.max_documents or 0
+    how = ReadOptions(config.text_field, config.errors, config.separator, n_ids, limit, chat)
     _check_applies(how, sources)
     splits = []
     for source in sources:
@@ -126,6 +127,11 @@ def _check_applies(how: ReadOptions, sources: list[Source]) -> None:
 def _check_ids(config: DataConfig, source: Source, tokenizer: Tokenizer | None) -> None:
     if config.format == "chat":
         raise ConfigError(f"data.source={source.spec} holds ids, not conversations")
+    if config.max_documents is not None:
+        raise ConfigError(
+            f"data.max_documents={config.max_documents}: data.source={source.spec} holds ids "
+            "without documents; leave the option out"
+        )
     if config.split == "document" or tokenizer is None:
         raise ConfigError(
             f"data.source={source.spec} holds ids, not text: name the tokenizer that made them "
@@ -191,7 +197,8 @@ def _sample(plan: Plan, sample_bytes: int) -> Iterator[str]:
     # Not strict: the sources that only validate come last and have no weight.
     for source, split, weight in zip(plan.sources, plan.splits, plan.weights, strict=False):
         left = sample_bytes * weight
-        share = left / min(max(source.size, left), SAMPLE_SPAN * left)
+        size = 0 if plan.how.max_documents else source.size  # else unknown: take what comes first
+        share = left / min(max(size, left), SAMPLE_SPAN * left)
         for part in split.parts(plan.pieces(source)):
             if part.split == "train" and (share == 1 or is_chosen(part.text, share, b"sample")):
                 yield text_of(part)

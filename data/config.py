@@ -56,6 +56,9 @@ class DataConfig:
         "chat: rows are conversations; the loss is on what the assistant says",
         "fixed",
     ] = "text"
+    max_documents: Annotated[
+        int | None, "read only the first N documents of each source; default: all", "fixed"
+    ] = None
     separator: Annotated[str, "text between the documents of a plain text file", "fixed"] = ""
     errors: Annotated[
         Literal["strict", "replace"], "invalid UTF-8: fail, or replace it with U+FFFD", "fixed"
@@ -125,6 +128,8 @@ class DataConfig:
             )
         if not self.text_field:
             found.append('data.text_field is empty: name the field, such as "text"')
+        if self.max_documents is not None and self.max_documents < 1:
+            found.append(f"data.max_documents={self.max_documents}: must be 1 or more, or none")
         if self.global_batch < 1:
             found.append(f"data.global_batch={self.global_batch}: must be 1 or more")
         if isinstance(self.micro_batch, int):

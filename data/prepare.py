@@ -219,11 +219,12 @@ def _made_from(config: DataConfig, digests: list[str]) -> dict[str, Any]:
         for (spec, weight), digest in zip(parts_of(config), digests, strict=True)
     ]
     options = [config.split, config.val_fraction, config.text_field, config.errors]
+    part = [f"max_documents={config.max_documents}"] if config.max_documents else []
     return {
         "format": FORMAT,
         "sources": sources,
         "tokenizer": _identity(config),
-        "options": [*options, config.separator, config.ids, *_chat_options(config)],
+        "options": [*options, config.separator, config.ids, *part, *_chat_options(config)],
     }
 
 
@@ -314,9 +315,10 @@ def preview(config: DataConfig, say: Say = print) -> None:
 
 def _try(plan: Plan, tokenizer: Tokenizer, say: Say) -> None:
     """Encode the beginning of the text, and extrapolate to the whole."""
-    texts, size = [], 0
+    texts, size, documents = [], 0, 0
     for piece in plan.pieces(plan.sources[0]):
         texts.append(piece.text)
+        documents += piece.last
         size += len(piece.text.encode("utf-8"))
         if size >= TRIAL_BYTES:
             break
@@ -324,6 +326,8 @@ def _try(plan: Plan, tokenizer: Tokenizer, say: Say) -> None:
     tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
     seconds = time.perf_counter() - started
     total = sum(source.size for source in plan.sources) or size
+    if plan.how.max_documents:
+        total = min(total, size * plan.how.max_documents // max(1, documents))
     processes = max(1, n_workers(plan.config.workers, total))
     item = np.dtype(dtype_for(tokenizer.vocab_size)).itemsize
     say(

@@ -97,6 +97,7 @@ class ReadOptions(NamedTuple):
     errors: str = "strict"
     separator: str = ""
     n_ids: int = 0  # size of the vocabulary if the source holds ids instead of text
+    max_documents: int = 0  # of each source, or of each split that its files are named for; 0: all
     chat: bool = False  # rows are conversations; the text of one is the JSON of its messages
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import math
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cli.options import ConfigError
 from data.config import DataConfig
@@ -120,17 +121,26 @@ class Source:
     validates: bool = False  # all of it is validation text
 
     def pieces(self, options: ReadOptions, counts: ReadCounts | None = None) -> Iterator[Piece]:
-        """Yield all documents in pieces. Raises ConfigError for damage, with file and place."""
+        """Yield the documents in pieces: all, or the first `max_documents`, after which no more is
+        read or fetched. Raises ConfigError for damage, with file and place."""
+        limit = options.max_documents or math.inf
         if self.spec.startswith("hub:"):
-            yield from row_pieces(hub_rows(self.spec, options), options)
+            yield from _first(row_pieces(hub_rows(self.spec, options), options), limit)
+        left = {"train": limit, "val": limit}
         for file in self.files:
+            split = "val" if file in self.val_files else "train"
+            if not left[split]:
+                continue
             if kind_of(file) == "ids":
                 raise ConfigError(f"{file}: holds ids, not text")
             form = form_of(file, options)
             pieces = file_pieces(file, options, form)
-            if file in self.val_files:
+            if split == "val":
                 pieces = (piece._replace(split="val") for piece in pieces)
-            yield from pieces if counts is None else counts.count(file, form, pieces)
+            pieces = pieces if counts is None else counts.count(file, form, pieces)
+            for piece in _first(pieces, left[split]):
+                left[split] -= piece.last
+                yield piece
 
     @property
     def holds_ids(self) -> bool:
@@ -145,6 +155,15 @@ class Source:
     def name_of(self, file: Path) -> str:
         """Return a file's name within the source."""
         return file.name if file == self.root else file.relative_to(self.root).as_posix()
+
+
+def _first(pieces: Iterable[Piece], documents: float) -> Iterator[Piece]:
+    """Yield the pieces of so many documents, at least 1."""
+    for piece in pieces:
+        yield piece
+        documents -= piece.last
+        if not documents:
+            return
 
 
 def parse_mixture(text: str, option: str = "data.source") -> list[tuple[str, float]]:
@@ -426,9 +445,12 @@ def hub_rows(spec: str, options: ReadOptions) -> Iterator[Row]:
         import datasets
     except ImportError:
         raise ConfigError(f"data.source={spec}: needs datasets: pip install datasets") from None
-    check_network(spec)
+    offline = unreachable()
     try:
-        rows = datasets.load_dataset(name, subset, split=split, streaming=True)
+        if offline:
+            rows = _cached(datasets, name, subset, split)
+        else:
+            rows = datasets.load_dataset(name, subset, split=split, streaming=True)
         for number, row in enumerate(rows):
             place = f"{spec}, row {number}"
             yield Row(place, field_of(row, options, place), 0)
@@ -436,6 +458,14 @@ def hub_rows(spec: str, options: ReadOptions) -> Iterator[Row]:
         raise
     except Exception as error:  # datasets passes on the exceptions of all its libraries
         said = " ".join(str(error).split())[:300]
+        if offline:
+            wanted = f'"{name}", "{subset}"' if subset else f'"{name}"'
+            fill = f'import datasets; datasets.load_dataset({wanted}, split="{split}")'
+            raise ConfigError(
+                f"data.source={spec}: {offline}, and the cache of `datasets` does not have it "
+                f"({said}): {INSTEAD}; or fill the cache where there is a network: python -c "
+                f"{shlex.quote(fill)}"
+            ) from None
         problem = (
             f"the Hub did not deliver it ({type(error).__name__}: {said}): check the name and the "
             f"network, then run the same command again; or {INSTEAD}"
@@ -448,18 +478,30 @@ def hub_rows(spec: str, options: ReadOptions) -> Iterator[Row]:
         raise ConfigError(f"data.source={spec}: {problem}") from error
 
 
-def check_network(spec: str) -> None:
-    """Raise ConfigError if the Hub cannot be reached: `datasets` would retry for a minute."""
+def _cached(datasets: Any, name: str, subset: str | None, split: str) -> Iterable[dict[str, Any]]:
+    """Load a dataset that load_dataset has downloaded before, without asking the Hub: otherwise
+    `datasets` would try to reach it for half a minute first."""
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = True
+    try:
+        return datasets.load_dataset(name, subset, split=split)
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def unreachable() -> str:
+    """Return why the Hub cannot be reached, "" if it can."""
     from huggingface_hub import constants
 
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
     try:
         urllib.request.urlopen(constants.ENDPOINT, timeout=NETWORK_SECONDS).close()
     except urllib.error.HTTPError:
-        return  # it answers
+        return ""  # it answers
     except OSError as error:
-        raise ConfigError(
-            f"data.source={spec}: {constants.ENDPOINT} cannot be reached ({error}): {INSTEAD}"
-        ) from None
+        return f"{constants.ENDPOINT} cannot be reached ({error})"
+    return ""
 
 
 # Training and validation text

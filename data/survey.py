@@ -39,7 +39,8 @@ def survey(config: DataConfig) -> Survey:
                 f"data.source={source.spec}: holds ids, not text; name a config, such as: python "
                 f"train.py small --source={source.spec} --tokenizer=ids:N"
             )
-    how = ReadOptions(config.text_field, config.errors, config.separator)
+    limit = config.max_documents or 0
+    how = ReadOptions(config.text_field, config.errors, config.separator, max_documents=limit)
     parts = [_sample(source, how, SAMPLE_BYTES // len(sources)) for source in sources]
     texts = [text for part, _, _ in parts for text in part]
     if not any(text.strip() for text in texts):
@@ -59,16 +60,19 @@ def _sample(source: Source, how: ReadOptions, limit: int) -> tuple[list[str], in
     other things.
     """
     texts: list[str] = []
-    text_bytes = file_bytes = 0
+    text_bytes = file_bytes = documents = 0
     for piece in source.pieces(how):
         texts.append(piece.text)
         text_bytes += len(piece.text.encode("utf-8"))
         file_bytes += piece.read
+        documents += piece.last
         if text_bytes >= limit:
             break
     else:
         return texts, text_bytes, True
     size = source.size * text_bytes // max(1, file_bytes) if source.files else HUB_BYTES
+    if how.max_documents:
+        size = min(size, text_bytes * how.max_documents // max(1, documents))
     return texts, max(size, text_bytes), False
 
 

@@ -213,6 +213,7 @@ def test_the_command_line_beats_the_file_and_the_file_the_default(load, capsys):
         (["--context_length=0"], "model.context_length=0"),
         (["--vocab_size=0"], "model.vocab_size=0"),
         (["--global_batch=0"], "data.global_batch=0"),
+        (["--max_documents=0"], "data.max_documents=0: must be 1 or more, or none"),
         (["--micro_batch=0"], "data.micro_batch=0"),
         (["--micro_batch=-4"], "data.micro_batch=-4"),
         (["--val_fraction=1.5"], "data.val_fraction=1.5"),

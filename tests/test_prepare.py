@@ -1302,3 +1302,33 @@ def test_the_ids_tokenizer_encodes_and_decodes_numbers(tmp_path):
     with pytest.raises(ConfigError, match="token 1 is '1000000'"):
         made.encode("3 1000000")
     assert ready_tokenizer("ids:9").encode("") == []
+
+
+# The first documents
+
+
+def test_the_first_documents_have_a_folder_of_their_own(work):
+    write_rows(work / "rows.jsonl", [f"row {i}" for i in range(100)])
+    source = work / "rows.jsonl"
+    few, all_rows = options(work, source, max_documents=30), options(work, source)
+    assert prepared_folder(few) != prepared_folder(all_rows)
+    said: list[str] = []
+    meta = read_meta(prepare(few, say=said.append))
+    assert sum(shard.documents for shard in meta.shards) == 30
+    assert any("30 documents from 1 .jsonl file" in line for line in said)
+
+
+def test_a_bpe_of_the_first_documents_is_trained_on_all_of_them(work, monkeypatch):
+    write_rows(work / "rows.jsonl", LINES)
+    config = options(work, work / "rows.jsonl", tokenizer="bpe:300", max_documents=50)
+    plan = make_plan(config, open_sources(config))
+    # So small a sample would be spread over the whole file, of which little is read.
+    texts = list(build._sample(plan, 1000))
+    assert sum(len(text.encode()) for text in texts) >= 1000
+
+
+def test_ids_have_no_first_documents(work):
+    np.arange(100, dtype=np.uint16).tofile(work / "ids.bin")
+    config = options(work, work / "ids.bin", tokenizer="ids:100", ids="u2", max_documents=3)
+    with pytest.raises(ConfigError, match="data.max_documents=3: .* holds ids without documents"):
+        prepare(config)

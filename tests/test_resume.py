@@ -60,6 +60,7 @@ OTHER = {
         "data.val_fraction": 0.1,
         "data.text_field": "body",
         "data.errors": "replace",
+        "data.max_documents": 7,
         "data.separator": "END",
         "data.ids": "u4",
         "data.format": "chat",

@@ -258,6 +258,44 @@ def test_a_file_name_may_be_invalid_utf_8(tmp_path):
     assert len(content_of(open_source(str(tmp_path)), tmp_path).digest) == 64
 
 
+# The first documents
+
+
+def first(spec: object, n: int) -> list[str]:
+    return [piece.text for piece in open_source(str(spec)).pieces(ReadOptions(max_documents=n))]
+
+
+def test_only_the_first_documents_are_read(tmp_path):
+    write(tmp_path / "a.txt", "one")
+    write(tmp_path / "b.jsonl", '{"text": "two"}\n{"text": "three"}\nnot read')
+    write(tmp_path / "c.txt", b"\xff not read")
+    assert first(tmp_path, 3) == ["one", "two", "three"]
+    assert first(tmp_path, 1) == ["one"]
+    with pytest.raises(ConfigError, match="b.jsonl"):
+        first(tmp_path, 4)
+    long = "line\n" * 500_000  # several pieces are one document
+    write(tmp_path / "long.txt", long)
+    assert "".join(first(tmp_path / "long.txt", 1)) == long
+
+
+def test_a_validation_file_has_its_own_first_documents(tmp_path):
+    for name, texts in {"train-1": "ab", "train-2": "cd", "val-1": "ef", "val-2": "gh"}.items():
+        rows = "".join(f'{{"text": "{text}"}}\n' for text in texts)
+        write(tmp_path / f"{name}.jsonl", rows)
+    pieces = open_source(str(tmp_path)).pieces(ReadOptions(max_documents=3))
+    found = [(piece.text, piece.split) for piece in pieces]
+    assert found == [*((t, "") for t in "abc"), *((t, "val") for t in "efg")]
+
+
+def test_no_more_of_a_hub_dataset_is_fetched_than_asked_for(hub):
+    def rows():
+        yield from ({"text": text} for text in ("one", "two", "three"))
+        pytest.fail("fetched")
+
+    hub.rows = rows()
+    assert first("hub:owner/name", 3) == ["one", "two", "three"]
+
+
 # The hub, with a stand-in for `datasets`
 
 
@@ -273,7 +311,7 @@ def hub(monkeypatch):
         return iter(stand_in.rows)
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    monkeypatch.setattr("data.sources.check_network", lambda spec: None)
+    monkeypatch.setattr("data.sources.unreachable", lambda: "")
     stand_in.asked = asked
     return stand_in
 
@@ -328,6 +366,56 @@ def test_an_unreachable_hub_is_reported_at_once(monkeypatch):
     began = time.perf_counter()
     assert "cannot be reached" in refusal("hub:owner/name")
     assert time.perf_counter() - began < 5
+
+
+def test_a_dataset_from_the_cache_needs_no_network(tmp_path):
+    rows = [{"text": f"document {i}"} for i in range(5)]
+    write(tmp_path / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    # The cache of load_dataset("some/name"), made of a local file's, in a process of its own:
+    # `datasets` and huggingface_hub read these variables when they are imported.
+    code = f"""
+import pathlib, sys
+import datasets
+from data.readers import ReadOptions
+from data.sources import open_source
+root = pathlib.Path({str(tmp_path)!r})
+datasets.load_dataset("json", data_files=str(root / "rows.jsonl"), cache_dir=str(root / "made"))
+(made,) = root.glob("made/json/default-*/0.0.0/*/")
+cached = root / "cache/some___name/default/0.0.0" / made.name
+cached.parent.mkdir(parents=True)
+made.rename(cached)
+(cached / "json-train.arrow").rename(cached / "name-train.arrow")
+about = (cached / "dataset_info.json").read_text()
+(cached / "dataset_info.json").write_text(about.replace('"json"', '"name"'))
+print([piece.text for piece in open_source("hub:some/name").pieces(ReadOptions(max_documents=2))])
+data = datasets.Dataset.from_dict({{"text": [str(i) for i in range(9)]}})
+data.select([8, 2, 5, 7]).save_to_disk(root / "saved", num_shards=2)
+print([piece.text for piece in open_source(str(root / "saved")).pieces(ReadOptions())])
+try:
+    list(open_source("hub:other/name").pieces(ReadOptions()))
+except Exception as error:
+    print(error)
+"""
+    variables = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "home")}
+    variables |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    began = time.perf_counter()
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert lines[0] == str(["document 0", "document 1"])
+    assert lines[1] == str(["8", "2", "5", "7"])
+    assert "http://127.0.0.1:9 cannot be reached" in lines[2]
+    assert (
+        """python -c 'import datasets; datasets.load_dataset("other/name", split="train")'"""
+        in lines[2]
+    )
+    assert time.perf_counter() - began < 30
 
 
 def test_a_hub_row_without_the_field_names_those_there_are(hub):
