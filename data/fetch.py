@@ -5,10 +5,10 @@ The text is checked against a known SHA-256. It is complete or absent; no other 
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import urllib.request
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
@@ -59,7 +59,7 @@ def fetch(text: Text, source: str = "") -> bool:
     """
     path = Path(text.path)
     if path.exists():
-        if not path.is_file() or _sha256(path.read_bytes()) != text.sha256:
+        if not path.is_file() or sha256(path.read_bytes()).hexdigest() != text.sha256:
             raise ConfigError(
                 f"{path}: exists and holds something else; move it away, or train on it as it is: "
                 f"--source={path}"
@@ -67,11 +67,12 @@ def fetch(text: Text, source: str = "") -> bool:
         return False
     make_folder(path.parent, "the folder of the text")
     content = _read(source or text.address, text.n_bytes)
-    if _sha256(content) != text.sha256:
+    found = sha256(content).hexdigest()
+    if found != text.sha256:
         size = f"more than {text.n_bytes:,}" if len(content) > text.n_bytes else f"{len(content):,}"
         raise ConfigError(
             f"source={source or text.address}: not the expected text ({size} bytes, SHA-256 "
-            f"{_sha256(content)[:12]} instead of {text.sha256[:12]}, {text.n_bytes:,} bytes); "
+            f"{found[:12]} instead of {text.sha256[:12]}, {text.n_bytes:,} bytes); "
             "nothing was written; try again, or name another --source"
         )
     replace_file(path, content)
@@ -94,10 +95,6 @@ def _read(source: str, n_bytes: int) -> bytes:
         ) from error
 
 
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 def main(argv: list[str]) -> int:
     """Download the text that the first argument names."""
     usage = f"python -m data.fetch {'|'.join(TEXTS)} [--source=ADDRESS|FILE]"
@@ -105,10 +102,8 @@ def main(argv: list[str]) -> int:
     if name not in TEXTS:
         raise ConfigError(f"TEXT={name}: must be {' or '.join(TEXTS)}")
     text = TEXTS[name]
-    if not fetch(text, options.source):
-        print(f"{text.path} is there already, and complete")
-        return 0
-    print(f"downloaded {text.path}: {text.n_bytes:,} bytes, SHA-256 as expected")
+    new = fetch(text, options.source)
+    print(f"{text.path} {'is complete' if new else 'was there already'}: {text.n_bytes:,} bytes")
     print(f"to train on it: python train.py {text.path}")
     return 0
 

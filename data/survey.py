@@ -1,14 +1,15 @@
-"""Look at the beginning of a text: how much of it there is, and what it looks like."""
+"""Look at a text: how much there is, how its paragraphs begin, how many tokens it has."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cli.options import ConfigError
-from data.config import DataConfig
+from data.config import TIKTOKEN_SIZES, DataConfig
 from data.readers import ReadOptions
 from data.sources import Source, open_sources
 
@@ -23,7 +24,6 @@ class Survey:
 
     n_bytes: int  # of text in UTF-8; an estimate if not all of it was read
     is_whole: bool  # all of it was read
-    n_characters: int  # distinct ones, in what was read
     prompt: str  # the most common beginning of a paragraph
 
 
@@ -33,14 +33,13 @@ def survey(config: DataConfig) -> Survey:
     Raises ConfigError if there is nothing to read, or if they hold ids instead of text.
     """
     sources = [source for source in open_sources(config) if not source.validates]
-    for source in sources:
-        if source.holds_ids:
-            raise ConfigError(
-                f"data.source={source.spec}: holds ids, not text; name a config, such as: python "
-                f"train.py small --source={source.spec} --tokenizer=ids:N"
-            )
-    limit = config.max_documents or 0
-    how = ReadOptions(config.text_field, config.errors, config.separator, max_documents=limit)
+    how = ReadOptions(
+        config.text_field,
+        config.errors,
+        config.separator,
+        chat=config.format == "chat",
+        max_documents=config.max_documents or 0,
+    )
     parts = [_sample(source, how, SAMPLE_BYTES // len(sources)) for source in sources]
     texts = [text for part, _, _ in parts for text in part]
     if not any(text.strip() for text in texts):
@@ -48,7 +47,6 @@ def survey(config: DataConfig) -> Survey:
     return Survey(
         n_bytes=sum(size for _, size, _ in parts),
         is_whole=all(whole for _, _, whole in parts),
-        n_characters=len(set().union(*texts)),
         prompt=common_beginning(texts),
     )
 
@@ -96,3 +94,15 @@ def common_beginning(texts: Sequence[str]) -> str:
             ((both, shared),) = pairs.most_common(1)
             return both if shared > count / 2 and len(both.encode()) <= MAX_PROMPT else first
     return ""
+
+
+def bytes_per_token(tokenizer: str) -> float:
+    """Guess the bytes that a token of a text in a European language, or of code, stands for."""
+    if tokenizer in ("char", "byte"):
+        return 1.0
+    return max(1.0, 0.43 * math.log2(vocabulary_of(tokenizer)) - 2.0)
+
+
+def vocabulary_of(tokenizer: str) -> int:
+    size = tokenizer.partition(":")[2]
+    return int(size) if size.isdigit() else TIKTOKEN_SIZES.get(tokenizer, 256)

@@ -18,9 +18,9 @@ from typing import Any
 from cli.files import replace_file
 from cli.limits import usable_cores
 from cli.options import ConfigError
-from data.config import TIKTOKEN_SIZES, DataConfig
+from data.config import DataConfig
 from data.sources import parse_mixture
-from data.survey import Survey, survey
+from data.survey import Survey, bytes_per_token, survey, vocabulary_of
 from training.config import (
     FULL_NAMES,
     SECTIONS,
@@ -39,28 +39,26 @@ DEFAULT_TIME = "10m"
 
 # Bytes of text up to which a vocabulary is the best: the text has to teach each of its ids.
 TOKENIZERS = [
-    (100_000, "char"),
-    (300_000, "bpe:512"),
+    (200_000, "bpe:300"),
+    (600_000, "bpe:512"),
     (3_000_000, "bpe:1024"),
-    (12_000_000, "bpe:2048"),
-    (math.inf, "bpe:4096"),
+    (10_000_000, "bpe:2048"),
+    (100_000_000, "bpe:4096"),
+    (math.inf, "bpe:8192"),
 ]
-MANY_CHARACTERS = 300  # distinct ones; an id for each would be too many for a short text
 
 # (layers, width) of the models, by size. A model's blocks have 12 x layers x width^2 parameters.
-SIZES = [(2, 64), (4, 128), (5, 192), (6, 256), (6, 384), (8, 512), (12, 768)]
+SIZES = [(2, 64), (3, 96), (4, 128), (5, 192), (6, 256), (6, 384), (8, 512), (12, 768)]
 # The best number of parameters grows with the square root of the FLOPs, up to what the text can
 # teach and the memory can hold.
-BEST_PARAMETERS = 0.8e6, 4e12  # parameters, FLOPs
-PARAMETERS_PER_BYTE = 10.0
+BEST_PARAMETERS = 0.3e6, 4e12  # parameters, FLOPs
+PARAMETERS_PER_BYTE = 5.0
 MEMORY_PER_PARAMETER = 64  # bytes: weights, gradients, optimizer, and as much for activations
 
 PLENTY = 4e9  # bytes of memory, in which every batch fits; otherwise --micro_batch=auto measures
-
-MAX_EPOCHS = 30.0  # passes over the text
-# (epochs, dropout): the more often a text is repeated, the more a model has to be kept from
-# learning it by heart.
-DROPOUTS = [(5.0, 0.0), (12.0, 0.1), (math.inf, 0.2)]
+MAX_EPOCHS = 40.0  # passes over the text
+# (epochs, dropout): the more often a text is repeated, the less may be learned by heart.
+DROPOUTS = [(5.0, 0.0), (12.0, 0.1), (25.0, 0.2), (math.inf, 0.3)]
 
 LITTLE_TEXT = 30_000  # bytes; below it the advice is to find more
 EVALUATIONS = 8
@@ -166,47 +164,37 @@ def choose(text: Survey, machine: Machine, typed: Mapping[str, Any]) -> Config:
 
     typed: options that are given, by their full names; the others are chosen around them.
     """
-    values = {**typed, "log.sample_prompt": typed.get("log.sample_prompt", text.prompt)}
-    tokenizer = values.setdefault("data.tokenizer", tokenizer_for(text))
-    held_out = values.setdefault("data.val_fraction", validation_share(text.n_bytes))
-    n_tokens = text.n_bytes * (1 - held_out) / bytes_per_token(tokenizer)
-    asked = values.get("run.time_budget", "")
+    asked = typed.get("run.time_budget", "")
     seconds = seconds_of(asked) or seconds_of(DEFAULT_TIME)
-
-    layers, width = size_for(text.n_bytes, machine, seconds, values)
-    values = {**shape_for(layers, width, machine), **values}
+    best, limit = best_parameters(text.n_bytes, machine, seconds)
+    layers, width = size_for(best, typed)
+    held_out = typed.get("data.val_fraction", validation_share(text.n_bytes))
+    values = {**shape_for(layers, width, machine, text.n_bytes * held_out), **typed}
     values.setdefault("model.n_heads", heads_of(values["model.d_model"]))
+    values.setdefault("log.sample_prompt", text.prompt)
+    tokenizer = values.setdefault("data.tokenizer", tokenizer_for(text.n_bytes))
+    values["data.val_fraction"] = held_out
+    n_tokens = text.n_bytes * (1 - held_out) / bytes_per_token(tokenizer)
+
     rate = tokens_per_second(machine, values)
     if "run.max_steps" in values and not asked:
         seen = values["run.max_steps"] * tokens_per_step(values)
     else:
         if not asked:
-            seconds = min(seconds, max(1.0, MAX_EPOCHS * n_tokens / rate))
-            values["run.time_budget"] = time_text(seconds)
+            enough = max(1, math.ceil(MAX_EPOCHS * n_tokens / rate))
+            values["run.time_budget"] = DEFAULT_TIME if enough >= seconds else f"{enough}s"
+            seconds = min(seconds, enough)
         seen = rate * seconds
     epochs = seen / n_tokens
     dropout = next(dropout for most, dropout in DROPOUTS if epochs <= most)
     held_out_tokens = held_out * text.n_bytes / bytes_per_token(tokenizer)
     values = {"model.dropout": dropout, **RECIPE, **pace(seen, held_out_tokens, values), **values}
     config = with_values(Config(), values)
-    return replace(config, reasons=tuple(reasons(config, text, machine, typed, epochs)))
+    return replace(config, reasons=tuple(reasons(config, text, machine, typed, epochs, limit)))
 
 
-def tokenizer_for(text: Survey) -> str:
-    name = next(name for most, name in TOKENIZERS if text.n_bytes <= most)
-    return "byte" if name == "char" and text.n_characters > MANY_CHARACTERS else name
-
-
-def bytes_per_token(tokenizer: str) -> float:
-    """Guess the bytes that a token of a text in a European language, or of code, stands for."""
-    if tokenizer in ("char", "byte"):
-        return 1.0
-    return max(1.0, 0.43 * math.log2(vocabulary_of(tokenizer)) - 2.0)
-
-
-def vocabulary_of(tokenizer: str) -> int:
-    size = tokenizer.partition(":")[2]
-    return int(size) if size.isdigit() else TIKTOKEN_SIZES.get(tokenizer, 256)
+def tokenizer_for(n_bytes: float) -> str:
+    return next(name for most, name in TOKENIZERS if n_bytes <= most)
 
 
 def validation_share(n_bytes: int) -> float:
@@ -214,32 +202,41 @@ def validation_share(n_bytes: int) -> float:
     return 0.1 if n_bytes < 3e6 else max(0.001, min(0.05, 1e6 / n_bytes))
 
 
-def size_for(
-    n_bytes: int, machine: Machine, seconds: float, given: Mapping[str, Any]
-) -> tuple[int, int]:
-    """Return layers and width: the size of SIZES nearest to the best number of parameters."""
+def best_parameters(n_bytes: int, machine: Machine, seconds: float) -> tuple[float, str]:
+    """Return the best number of parameters, and what sets it."""
     parameters, at = BEST_PARAMETERS
-    best = parameters * math.sqrt(machine.flops * seconds / at)
-    best = min(best, PARAMETERS_PER_BYTE * n_bytes)
-    if machine.memory is not None:
-        best = min(best, machine.memory / MEMORY_PER_PARAMETER)
+    memory = math.inf if machine.memory is None else machine.memory
+    return min(
+        (parameters * math.sqrt(machine.flops * seconds / at), "what the time is enough for"),
+        (PARAMETERS_PER_BYTE * n_bytes, "what so much text can teach"),
+        (memory / MEMORY_PER_PARAMETER, "what the memory holds"),
+    )
+
+
+def size_for(best: float, given: Mapping[str, Any]) -> tuple[int, int]:
+    """Return layers and width: of SIZES the nearest to the best number of parameters."""
     heads = given.get("model.n_heads", 1)
     sizes = [size for size in SIZES if size[1] % heads == 0] or SIZES
     return min(sizes, key=lambda size: abs(math.log(12 * size[0] * size[1] ** 2 / best)))
 
 
-def shape_for(layers: int, width: int, machine: Machine) -> dict[str, Any]:
-    """Return size and batch. Muon works per step, not per token, so a wide model needs more tokens
-    per step; a GPU needs many to be busy."""
-    wide = width >= 256
-    batch = 64 if machine.is_gpu else 32 if wide else 16
+def shape_for(layers: int, width: int, machine: Machine, held_out: float) -> dict[str, Any]:
+    """Return size, batch and context. held_out: bytes of validation text, which has to fill a
+    window.
+
+    Muon works per step, not per token, so a wide model needs more tokens per step; a GPU needs many
+    to be busy.
+    """
+    batch = 64 if machine.is_gpu else 32 if width >= 256 else 16
+    context = 256 if machine.is_gpu else 128
+    fits = 2 ** int(math.log2(max(16, held_out / 5)))
     scarce = machine.is_gpu or (machine.memory or math.inf) < PLENTY
     return {
-        "data.micro_batch": "auto" if scarce else None,
         "model.n_layers": layers,
         "model.d_model": width,
-        "model.context_length": 256 if machine.is_gpu else 128,
+        "model.context_length": min(context, fits),
         "data.global_batch": batch,
+        "data.micro_batch": "auto" if scarce else None,
     }
 
 
@@ -279,18 +276,28 @@ def pace(seen: float, held_out: float, values: Mapping[str, Any]) -> dict[str, A
 
 
 def reasons(
-    config: Config, text: Survey, machine: Machine, typed: Mapping[str, Any], epochs: float
+    config: Config,
+    text: Survey,
+    machine: Machine,
+    typed: Mapping[str, Any],
+    epochs: float,
+    limit: str,
 ) -> list[str]:
-    """Return what was chosen and why."""
+    """Return what was chosen and why. limit: of the model's size."""
     model, data, run = config.model, config.data, config.run
     length = run.time_budget or f"{run.max_steps:,} steps"
-    repeated = "against learning it by heart" if model.dropout else "the text hardly repeats"
+    repeated = "against learning by heart" if model.dropout else "the text hardly repeats"
     lines = [
-        ("tokenizer", data.tokenizer, "as large as the text can teach", "data.tokenizer"),
+        (
+            "tokenizer",
+            data.tokenizer,
+            "what so much text can teach",
+            "data.tokenizer",
+        ),
         (
             "model",
             f"{model.n_layers} layers of width {model.d_model}",
-            f"what {length} can train here",
+            limit,
             "model.d_model",
         ),
         ("length", length, f"about {epochs:.2g} passes over the text", "run.time_budget"),
@@ -306,9 +313,8 @@ def reasons(
     found.append(f"  to change it: edit {Path(run.out_dir, CONFIG_FILE)}, and run that")
     if text.n_bytes < LITTLE_TEXT:
         found.append(
-            f"advice: {size} of text is very little; the model will learn it by heart. Add text, "
-            "1 MB or more, or fine-tune a pretrained model: python train.py finetune_shakespeare "
-            f"--source={data.source}"
+            f"advice: {size} of text is very little: the model learns it by heart; add more, or "
+            "fine-tune a pretrained model (config/finetune_shakespeare.py)"
         )
     return found
 
@@ -317,12 +323,6 @@ def amount(text: Survey) -> str:
     """Return the size of a text: "49 KB", "about 20 MB"."""
     size = f"{text.n_bytes / 1e3:.0f} KB" if text.n_bytes < 1e6 else f"{text.n_bytes / 1e6:.3g} MB"
     return size if text.is_whole else f"about {size}"
-
-
-def time_text(seconds: float) -> str:
-    """Return a time budget: 600 -> "10m", 47.2 -> "48s"."""
-    whole = math.ceil(seconds)
-    return f"{whole // 60}m" if whole % 60 == 0 else f"{whole}s"
 
 
 # The config file
