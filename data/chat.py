@@ -315,11 +315,8 @@ def _template(source: str, config_text: str) -> tuple[Any, dict[str, Any]]:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             mark = jinja2.nodes.TemplateData(GENERATED)
-            return [
-                jinja2.nodes.Output([mark], lineno=line),
-                *body,
-                jinja2.nodes.Output([mark], lineno=line),
-            ]
+            first, last = (jinja2.nodes.Output([mark], lineno=line) for _ in range(2))
+            return [first, *body, last]
 
     def refuse(reason: str) -> None:
         raise jinja2.TemplateError(reason)

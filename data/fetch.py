@@ -47,7 +47,9 @@ class FetchOptions:
 
 
 def command_for(path: str) -> str:
-    """Return the command that downloads this file; "" if there is none."""
+    """Return the command that downloads or makes this file; "" if there is none."""
+    if path in ("data/tasks.jsonl", "data/tasks_validation.jsonl"):
+        return "python -m tools.tasks"
     names = [name for name, text in TEXTS.items() if Path(text.path) == Path(path)]
     return f"python -m data.fetch {names[0]}" if names else ""
 

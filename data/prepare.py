@@ -33,7 +33,7 @@ from cli.files import named_in_errors, try_lock
 from cli.options import ConfigError, parse_sections
 from data.build import Build, Plan, make_plan, make_tokenizer
 from data.config import DataConfig
-from data.encode import n_workers
+from data.encode import n_workers, text_of
 from data.meta import dtype_for, read_meta, summary, verify
 from data.prepared import (
     content_of,
@@ -317,9 +317,9 @@ def _try(plan: Plan, tokenizer: Tokenizer, say: Say) -> None:
     """Encode the beginning of the text, and extrapolate to the whole."""
     texts, size, documents = [], 0, 0
     for piece in plan.pieces(plan.sources[0]):
-        texts.append(piece.text)
+        texts.append(text_of(piece))
         documents += piece.last
-        size += len(piece.text.encode("utf-8"))
+        size += len(texts[-1].encode("utf-8"))
         if size >= TRIAL_BYTES:
             break
     started = time.perf_counter()

@@ -261,8 +261,8 @@ def _why_nothing(spec: str, path: Path, notes: tuple[str, ...]) -> str:
     several = [absolute(part).exists() for part in spec.split("+")]
     if re.search(r"\*[\d.]+(\+|$)", spec) or (len(several) > 1 and all(several)):
         why += "; each part of a mixture needs a weight above 0, such as A*0.7+B*0.3"
-    if download := command_for(spec):
-        why += f"; to download it: {download}"
+    if command := command_for(spec):
+        why += f"; to get it: {command}"
     return why
 
 

@@ -13,7 +13,7 @@ from data import encode
 from data.chat import BEGINS, COUNTS, conversation, render
 from data.config import DataConfig
 from data.meta import DamagedData, read_meta, verify
-from data.prepare import prepare
+from data.prepare import main, prepare
 from data.shards import IGNORE_INDEX, Windows
 from data.tokenizer import byte_tokenizer, chat_tokenizer
 
@@ -150,6 +150,7 @@ BAD = {
     '{"prompt": "a", "completion": "\ufdd0"}': "field 'completion': character 0 is U+FDD0",
     '{"prompt": "a", "comp': "line 2 (offset 35): not JSON",
     "[" * 100_000: "line 2 (offset 35): nested too deeply",
+    json.dumps({"prompt": "a", "completion": "x" * 5_000_000}): "conversation of 5,000,001 chara",
     "7": "line 2: must be an object with a field 'messages'",
 }
 FIRST = '{"prompt": "a", "completion": "b"}'
@@ -158,10 +159,8 @@ FIRST = '{"prompt": "a", "completion": "b"}'
 def prepared(tmp_path, content: str, **options):
     path = tmp_path / "talk.jsonl"
     path.write_text(content, encoding="utf-8")
-    options = {"tokenizer": "byte", "val_fraction": 0.0, **options}
-    config = DataConfig(
-        source=str(path), format="chat", prepared_dir=str(tmp_path / "prepared"), **options
-    )
+    options = {"source": str(path), "format": "chat", "tokenizer": "byte", **options}
+    config = DataConfig(val_fraction=0.0, prepared_dir=str(tmp_path / "prepared"), **options)
     return prepare(config, say=lambda text: None, progress=False)
 
 
@@ -172,6 +171,59 @@ def test_a_malformed_row_is_named_with_its_field(tmp_path, row):
     assert BAD[row] in str(error.value)
     assert str(tmp_path / "talk.jsonl") in str(error.value)
     assert not [*(tmp_path / "prepared").glob("[!.]*")]  # nothing half-prepared is used
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet", "arrow"])
+def test_other_files_give_the_same_conversations(tmp_path, kind):
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [{"prompt": f"say {i}", "completion": f"it is {i}, yes"} for i in range(3)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    path, table = tmp_path / f"talk.{kind}", pyarrow.Table.from_pylist(rows)
+    if kind == "json":
+        path.write_text(json.dumps(rows))
+    elif kind == "csv":
+        cells = "".join(f'"{row["prompt"]}","{row["completion"]}"\n' for row in rows)
+        path.write_text("prompt,completion\n" + cells)
+    elif kind == "parquet":
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_file(str(path), table.schema) as stream:
+            stream.write_table(table)
+    first, second = prepared(tmp_path, lines), prepared(tmp_path, "", source=str(path))
+    assert read_meta(first).fingerprint == read_meta(second).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tokenizer": "ids:9"}, "data.tokenizer=ids:9: has no text"),
+        ({"text_field": "x"}, "data.text_field=x: has no effect with data.format=chat"),
+        ({"document_mask": True}, "data.document_mask=True: has no effect with"),
+    ],
+)
+def test_an_option_for_text_is_refused(options, problem):
+    (found,) = DataConfig(format="chat", **options).problems()
+    assert found.startswith(problem)
+
+
+def test_text_is_refused_as_a_conversation_and_a_conversation_as_text(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    with pytest.raises(ConfigError, match="is plain text; conversations"):
+        prepared(tmp_path, "", source=str(tmp_path / "a.txt"))
+    with pytest.raises(ConfigError, match="read conversations with --format=chat"):
+        prepared(tmp_path, lines(HELLO), format="text")
+
+
+def test_a_dry_run_shows_what_is_said(tmp_path, command):
+    path = tmp_path / "talk.jsonl"
+    path.write_text(lines(HELLO, HELLO))
+    options = [f"--source={path}", "--format=chat", "--tokenizer=byte", "--val_fraction=0"]
+    options += [f"--prepared_dir={tmp_path}/prepared", "--dry_run"]
+    code, out, err = command(main, *options)
+    assert (code, err) == (0, "")
+    assert "first document: 'u|s|e|r|\\n|H|i|\\n|a" in out
 
 
 # Windows

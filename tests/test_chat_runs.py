@@ -21,7 +21,7 @@ from data.prepare import prepare
 from data.shards import IGNORE_INDEX, Windows
 from data.tokenizer import load_tokenizer
 from model.config import ModelConfig
-from model.gpt import GPT
+from model.gpt import GPT, with_new_ids
 from tools import batch, evaluate
 from training.checkpoint import find_checkpoint
 
@@ -141,6 +141,13 @@ def test_a_base_model_gets_rows_for_the_chat_tokens(train_tiny, chat_options, tm
     assert "vocabulary: " not in capsys.readouterr().out
 
 
+def test_new_ids_are_the_mean_of_the_known_and_padding_stays():
+    rows = torch.tensor([[0.0, 1.0], [2.0, 3.0], [9.0, 9.0], [7.0, 8.0]])
+    assert with_new_ids(rows, 2, 3).tolist() == [[0.0, 1.0], [2.0, 3.0], [1.0, 2.0], [7.0, 8.0]]
+    assert with_new_ids(rows[:2], 2, 3).tolist() == [[0.0, 1.0], [2.0, 3.0], [1.0, 2.0]]
+    assert with_new_ids(rows, 4, 4) is rows
+
+
 def test_the_batch_viewer_shows_what_counts(train_tiny, chat_options, tmp_path, command):
     run = tmp_path / "run"
     assert train_tiny(run, **chat_options, max_steps=1) == 0
@@ -154,6 +161,34 @@ def test_the_batch_viewer_shows_what_counts(train_tiny, chat_options, tmp_path, 
         os.environ.pop("NO_COLOR", None)
         _, colored, _ = command(batch.main, run, "--step=1", "--chars=0")
     assert colored == out.replace("«", "\033[32m").replace("»", "\033[0m")
+
+
+def test_what_cannot_be_evaluated_is_refused(train_tiny, chat_options, trained, tmp_path, command):
+    run = tmp_path / "run"
+    assert train_tiny(run, **chat_options, max_steps=1) == 0
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "assistant", "content": "Hi"}]}')
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "a" * 200, "completion": "b"}))
+    for folder, options, problem in (
+        (run, ["--task=x", "--source=x"], "task and source are both given"),
+        (run, ["--stride=8"], "a sliding window is for text; conversations are scored as the"),
+        (
+            run,
+            [f"--task={tmp_path}/a.jsonl"],
+            "line 1: does not end with a question and its",
+        ),
+        (
+            run,
+            [f"--task={tmp_path}/b.jsonl"],
+            "line 1: 219 tokens and an answer exceed the",
+        ),
+        (
+            trained,
+            [f"--task={tmp_path}/b.jsonl"],
+            "the tokenizer of these weights has no",
+        ),
+    ):
+        code, _, err = command(evaluate.main, folder, *options)
+        assert code == 2 and problem in err
 
 
 def test_the_answers_of_a_run_are_counted(train_tiny, chat_options, tmp_path, command):

@@ -320,7 +320,7 @@ def test_a_missing_file_is_named_with_the_shipped_ones(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError) as caught:
         load_config([path, "--lr=x"])
-    assert "no such file or config (configs: chat_small, debug, " in str(caught.value)
+    assert "no such file or config (configs: chat_small, chat_smollm2, " in str(caught.value)
     assert "optim.lr=x" in str(caught.value)
 
 

@@ -101,7 +101,7 @@ def test_a_run_without_the_text_names_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         prepare(DataConfig(source="data/shakespeare.txt", prepared_dir="prepared"))
-    assert "no such file or folder; to download it: python -m data.fetch shakespeare" in str(
+    assert "no such file or folder; to get it: python -m data.fetch shakespeare" in str(
         caught.value
     )
     with pytest.raises(ConfigError, match="python -m data.fetch shakespeare"):

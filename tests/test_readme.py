@@ -33,7 +33,7 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
 LONGEST_README = 11 * 1024  # bytes
-ONES_OWN = ("my_text.txt", "my_folder/")  # texts that commands name
+ONES_OWN = ("my_text.txt", "my_talks.jsonl", "my_folder/")  # texts that commands name
 
 
 def without_code(text: str) -> str:
