@@ -87,20 +87,22 @@ def test_a_command_is_recorded_in_a_terminal_of_80_columns(tmp_path):
 
 
 def test_mistakes_are_told_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="there is no such folder"):
-        bench_pictures("small", str(tmp_path / "work"), str(tmp_path / "nowhere"))
+        bench_pictures("small", str(tmp_path / "nowhere"))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="apt install chromium"):
-        bench_pictures("small", str(tmp_path / "work"), str(tmp_path))
-    assert not (tmp_path / "work").exists()
+        bench_pictures("small", str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.browser
-def test_the_pages_of_a_run_are_photographed(train_tiny, tmp_path):
-    work, out = tmp_path / "work", tmp_path / "docs"
-    assert train_tiny(work / "out/tiny", tokenizer="byte", max_steps=4) == 0
+def test_the_pages_of_a_run_are_photographed(train_tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "docs"
+    assert train_tiny(Path("out/tiny"), tokenizer="byte", max_steps=4) == 0
     out.mkdir()
-    bench_pictures("tiny", str(work), str(out))
+    bench_pictures("tiny", "docs")
     assert sorted(path.name for path in out.iterdir()) == [
         "attention.png",
         "play.png",

@@ -64,7 +64,6 @@ class BenchOptions:
     cores: Annotated[int, "processes: number of processes, and of threads of the single one"] = 2
     seconds: Annotated[int, "auto: CPU seconds of each training run"] = 60
     device: Annotated[Literal["cuda", "cpu"], "gpu: cpu only tests the benchmark itself"] = "cuda"
-    folder: Annotated[str, "pictures: working folder"] = "out/pictures"
     out: Annotated[str, "pictures: existing folder to write them to"] = "docs"
     quick: Annotated[
         bool, "train, memory, growth, kernels, decode, gpu: toy sizes, to try the command"

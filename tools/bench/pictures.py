@@ -31,28 +31,29 @@ FLAGS = (
 )
 
 
-def bench_pictures(config: str | None, folder: str, out: str) -> None:
-    """Train `config` in `folder` while recording it, then write the pictures to the folder `out`.
+def bench_pictures(config: str | None, out: str) -> None:
+    """Train `config` into out/ while recording it, then write the pictures to the folder `out`.
 
-    A run that is there already is neither trained nor recorded again; its pages are.
+    A run that is there already is neither trained nor recorded again; its pages are photographed.
     """
-    config, work, pictures = config or "small", Path(folder), Path(out)
+    config, pictures = config or "small", Path(out)
     if not pictures.is_dir():
         raise ConfigError(f"out={out}: there is no such folder")
     if not shutil.which("chromium") or not shutil.which("chromedriver"):
         raise ConfigError("pictures needs chromium: apt install chromium chromium-driver")
-    run = Path("out", Path(config).stem)  # as the pictures name it
-    work.mkdir(parents=True, exist_ok=True)
-    if not (work / run).exists():
-        record_training(config, work, pictures / "terminal.svg")
-    for tool in (["tools.attention", str(run)], ["tools.report", str(run)]):
-        argv = [sys.executable, "-m", *tool]
-        subprocess.run(argv, cwd=work, env=environment(), check=True)
+    run = Path("out", Path(config).stem)
+    if run.exists():
+        print(f"{run} is there: not recorded again; move it away to make {pictures}/terminal.svg")
+    else:
+        record_training(config, pictures / "terminal.svg")
+    for tool in ("attention", "report"):
+        argv = [sys.executable, "-m", f"tools.{tool}", str(run)]
+        subprocess.run(argv, env=environment(), check=True)
     with open_browser() as browser:
-        shoot(browser, (work / run / "report.html").resolve().as_uri(), pictures / "report.png")
-        page = (work / run / "attention.html").resolve().as_uri()
-        shoot(browser, page, pictures / "attention.png")
-        with served(run, work) as address:
+        for page in ("attention", "report"):
+            address = (run / f"{page}.html").resolve().as_uri()
+            shoot(browser, address, pictures / f"{page}.png")
+        with served(run) as address:
             shoot(browser, address, pictures / "play.png", play)
 
 
@@ -60,10 +61,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
 
-def record_training(config: str, work: Path, path: Path) -> None:
+def record_training(config: str, path: Path) -> None:
     """Train, and write the recording. Raises ConfigError if training fails."""
     command = [sys.executable, str(ROOT / "train.py"), config]
-    events, code = record(command, work, environment())
+    events, code = record(command, Path.cwd(), environment())
     if code:
         raise ConfigError(f"config={config}: training ended with exit code {code}")
     typed = f"python train.py {config}"
@@ -105,12 +106,10 @@ def shoot(browser, address: str, path: Path, act: Callable | None = None) -> Non
 
 
 @contextmanager
-def served(run: Path, work: Path) -> Iterator[str]:
+def served(run: Path) -> Iterator[str]:
     """Start the playground; yield its address."""
     argv = [sys.executable, "-m", "tools.play", str(run)]
-    with subprocess.Popen(
-        argv, cwd=work, env=environment(), stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(argv, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process.stdout.readline().split()[-1]
         finally:

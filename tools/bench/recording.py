@@ -154,7 +154,8 @@ def write_svg(path: Path, film: Sequence[tuple[Screen, float]], title: str) -> N
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height + top}" '
         f'width="{width:g}" height="{height + top}" xml:space="preserve">\n'
         f"<title>{html.escape(title)}</title>\n<style>\n"
-        "text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}\n"
+        "text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;"
+        "white-space:pre}\n"
         f"@keyframes film{{{''.join(keys)}100%{{{last}}}}}\n"
         f"#film{{animation:film {total:.2f}s step-end infinite}}\n"
         f"@media (prefers-reduced-motion:reduce){{#film{{animation:none;{last}}}}}\n"
