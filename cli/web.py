@@ -64,6 +64,7 @@ def open_listener(port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
+        listener.listen()  # now: a request may come before the server runs
     except OSError as error:
         listener.close()
         raise ConfigError(
