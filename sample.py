@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cli.command import ended_by_ctrl_c, run_command, shown
+from cli.command import ended_by_ctrl_c, run_command
 from cli.elsewhere import SAMPLING
 from cli.options import (
     AT_LEAST_1,
@@ -18,6 +18,7 @@ from cli.options import (
     out_of_range,
     parse_sections,
 )
+from cli.terminal import print_line, shown
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from data.tokenizer import Tokenizer
@@ -138,7 +139,7 @@ def write_samples(
         stop=options.stop,
         special=options.special,
         ignore_eot=options.ignore_eot,
-        say=functools.partial(print, file=sys.stderr),
+        say=functools.partial(print_line, stream=sys.stderr),
     )
     texts = [prompt] * options.num_samples
     streaming = options.stream and len(texts) == 1

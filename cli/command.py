@@ -6,7 +6,6 @@ import errno
 import gc
 import io
 import os
-import re
 import signal
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from cli.options import ConfigError, first_on_machine
+from cli.terminal import print_line
 
 Say = Callable[[str], None]  # prints or collects one line for the user
 
@@ -65,9 +65,9 @@ def _exit_code(main: Callable[[list[str]], int | None], outlives_output: bool) -
             time.sleep(FIRST_RANK_SECONDS)
         with suppress(OSError):  # the exit code is enough
             for line in getattr(error, "problems", None) or [str(error)]:
-                print(f"error: {line}", file=sys.stderr)
+                print_line(f"error: {line}", sys.stderr)
             for line in getattr(error, "hints", []):
-                print(f"  {line}", file=sys.stderr)
+                print_line(f"  {line}", sys.stderr)
         return code
 
 
@@ -158,15 +158,6 @@ def _redirect_to_null(stream: TextIO) -> bool:
     os.dup2(null, number)
     os.close(null)
     return True
-
-
-def shown(text: str, stream: TextIO) -> str:
-    """Return the text as it is; for a terminal, escape the control characters it would obey."""
-    if not stream.isatty():
-        return text
-    return re.sub(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: m[0].encode("unicode_escape").decode(), text
-    )
 
 
 # Folders and Ctrl-C

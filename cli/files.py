@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from cli.terminal import print_line
+
 CHUNK = 1 << 20  # bytes written and hashed at a time
 
 Piece = bytes | memoryview
@@ -150,4 +152,4 @@ def _is_one_of(error: OSError, names: tuple[str, ...]) -> bool:
 @functools.cache
 def warn_once(text: str) -> None:
     """Print a warning to stderr, once per process."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    print_line(f"warning: {text}", sys.stderr)

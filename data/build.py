@@ -77,6 +77,10 @@ class Plan:
         """The weights of the sources that train; they come before those that only validate."""
         return [weight for _, weight in parts_of(self.config) if weight]
 
+    def workers(self, size: int) -> int:
+        """Return the number of processes that encode `size` bytes (0: unknown)."""
+        return n_workers(self.config.workers, size)
+
     def pieces(self, source: Source, counts: ReadCounts | None = None) -> Iterator[Piece]:
         """Yield the documents of one source; `counts` counts what is found."""
         return source.pieces(self.how, counts)
@@ -270,7 +274,7 @@ class Build:
         if self.journal.path.is_file():
             self.journal.read()
             if self.journal.shards:
-                say(f"continuing after {len(self.journal.shards)} finished shards")
+                say(f"continuing; shards already finished: {len(self.journal.shards)}")
         else:
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
@@ -329,7 +333,7 @@ class Build:
                 bar.update(sum(part.read for part in next(tasks)))
             function = encode_chat_task if plan.how.chat else encode_task
             encode = bind(function, self.partial / "tokenizer", self.dtype)
-            results = in_order(encode, tasks, n_workers(plan.config.workers, source.size))
+            results = in_order(encode, tasks, plan.workers(source.size))
         for result in results:
             bar.update(result.read if source.files else result.bytes)
             yield result

@@ -20,6 +20,7 @@ import numpy as np
 from cli.command import Say
 from cli.files import json_bytes, replace_file, seal, sync, write_file
 from cli.options import ConfigError
+from cli.terminal import counted
 
 SPLITS = ("train", "val")
 META_FILE = "meta.json"
@@ -117,12 +118,13 @@ def dtype_for(vocab_size: int) -> str:
 def summary(meta: Meta) -> str:
     """Describe prepared data in one line: documents, bytes, tokens and the sizes of the splits."""
     n_bytes, tokens = sum(meta.bytes.values()), sum(meta.tokens.values())
-    size = f"{tokens:,} tokens"
+    size = counted(tokens, "token")
     if n_bytes:
-        size = f"{n_bytes:,} bytes, {size} ({n_bytes / tokens:.2f} bytes per token)"
+        size = f"{counted(n_bytes, 'byte')}, {size} ({n_bytes / tokens:.2f} bytes per token)"
     lost = meta.lost_share(*SPLITS)
+    documents = counted(sum(meta.documents.values()), "document")
     return (
-        f"{sum(meta.documents.values()):,} documents, {size}, train {meta.tokens['train']:,}, "
+        f"{documents}, {size}, train {meta.tokens['train']:,}, "
         f"val {meta.tokens['val']:,} ({', '.join(sorted(set(meta.splits)))})"
         + (f"; the tokenizer loses {lost:.2%} of the text" if lost else "")
     )
@@ -314,7 +316,7 @@ def verify(folder: Path, say: Say = print) -> None:
     collect(check_tokenizer, folder, meta, read_tokenizer(folder))
     if damaged:
         raise DamagedData("\n".join(damaged))
-    say(f"{folder}: {len(meta.shards)} shards verified; {summary(meta)}")
+    say(f"{folder}: {counted(len(meta.shards), 'shard')} verified; {summary(meta)}")
 
 
 def _check_shard(folder: Path, meta: Meta, shard: Shard) -> None:

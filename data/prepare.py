@@ -31,9 +31,10 @@ import numpy as np
 from cli.command import Say, make_folder, run_command
 from cli.files import named_in_errors, try_lock
 from cli.options import ConfigError, parse_sections
+from cli.terminal import clock_text, counted, print_line
 from data.build import Build, Plan, make_plan, make_tokenizer
 from data.config import DataConfig
-from data.encode import n_workers, text_of
+from data.encode import text_of
 from data.meta import dtype_for, read_meta, summary, verify
 from data.prepared import (
     content_of,
@@ -44,6 +45,7 @@ from data.prepared import (
     last_digest,
     list_folders,
     lock,
+    near,
     note_use,
     read_made_from,
     remove_folder,
@@ -71,7 +73,7 @@ SHOWN_IDS = 40
 def prepare(
     config: DataConfig,
     *,
-    say: Say = print,
+    say: Say = print_line,
     progress: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
@@ -123,7 +125,7 @@ def _prepare(
         plan = make_plan(config, sources, tokenizer)
         stamps = [content.stamps for content in contents]
         meta = Build(plan, made_from, stamps, folder, say).run(progress, shard_bytes)
-        say(f"prepared {folder}: {summary(meta)}")
+        say(f"prepared {near(folder)}: {summary(meta)}")
     return folder
 
 
@@ -298,14 +300,18 @@ def source_options(config: DataConfig) -> str:
 # A dry run
 
 
-def preview(config: DataConfig, say: Say = print) -> None:
+def preview(config: DataConfig, say: Say = print_line) -> None:
     """Report what would be read and made and how long it would take, with a document's tokens."""
     tokenizer, sources = ready_tokenizer(config.tokenizer), open_sources(config)
     for source in sources:
         stamps_of(source)  # raises if a file cannot be read
     plan = make_plan(config, sources, tokenizer)
     for source, split, (_, weight) in zip(sources, plan.splits, parts_of(config), strict=True):
-        size = f"{len(source.files):,} files, {source.size / 1e6:,.1f} MB, " if source.files else ""
+        size = (
+            f"{counted(len(source.files), 'file')}, {source.size / 1e6:,.1f} MB, "
+            if source.files
+            else ""
+        )
         say(f"source {source.spec}: {size}weight {weight:.3g}, split: {split.mode}")
         for note in source.notes:
             say(f"{source.spec}: {note}")
@@ -328,12 +334,13 @@ def _try(plan: Plan, tokenizer: Tokenizer, say: Say) -> None:
     total = sum(source.size for source in plan.sources) or size
     if plan.how.max_documents:
         total = min(total, size * plan.how.max_documents // max(1, documents))
-    processes = max(1, n_workers(plan.config.workers, total))
+    processes = max(1, plan.workers(total))
     item = np.dtype(dtype_for(tokenizer.vocab_size)).itemsize
     say(
         f"about {total * tokens / size:,.0f} tokens ({size / tokens:.2f} bytes per token), "
         f"{total * tokens / size * item / 1e6:,.1f} MB of shards, "
-        f"{total * seconds / size / processes:.0f} s with {processes} processes"
+        f"{clock_text(total * seconds / size / processes)} with "
+        f"{counted(processes, 'process', 'processes')}"
     )
     ids = list(islice(tokenizer.encode(texts[0][:1000]), SHOWN_IDS))
     say(f"first document: {'|'.join(tokenizer.decode([i]) for i in ids)!r}")
@@ -374,14 +381,14 @@ def main(argv: list[str]) -> int:
     elif actions.dry_run:
         preview(config)
         folder = prepared_folder(config)
-        print(f"folder {folder}: {'exists' if is_complete(folder) else 'would be made'}")
+        print_line(f"folder {near(folder)}: {'exists' if is_complete(folder) else 'would be made'}")
     elif actions.verify:
         verify(prepared_folder(config))
     else:
         said: list[str] = []
-        folder = prepare(config, say=lambda text: said.append(text) or print(text))
-        if not any(text.startswith(f"prepared {folder}") for text in said):
-            print(f"{folder} is up to date: {summary(read_meta(folder))}")
+        folder = prepare(config, say=lambda text: said.append(text) or print_line(text))
+        if not any(text.startswith("prepared ") for text in said):
+            print_line(f"{near(folder)} is up to date: {summary(read_meta(folder))}")
     return 0
 
 

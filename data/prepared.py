@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 from cli.command import Say, make_folder
 from cli.files import replace_file, try_lock
 from cli.options import ConfigError
+from cli.terminal import print_line
 from data.meta import META_FILE, DamagedData, read_meta
 from data.readers import READ_BYTES, kind_of
 from data.sources import STDIN, Source, absolute
@@ -250,6 +251,13 @@ def read_made_from(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def near(folder: Path) -> str:
+    """Write a folder for messages: from the working folder on, if it lies in that."""
+    with contextlib.suppress(ValueError, OSError):  # elsewhere; the working folder is gone
+        folder = folder.relative_to(Path.cwd())
+    return str(folder)
+
+
 def note_use(folder: Path) -> None:
     """Set the folder's modification time to now."""
     with contextlib.suppress(OSError):  # somebody else's folder
@@ -307,17 +315,17 @@ def delete_left(root: Path, pattern: str) -> None:
 # Listing and removing
 
 
-def list_folders(root: Path, say: Say = print) -> None:
+def list_folders(root: Path, say: Say = print_line) -> None:
     """Print the name, size, last use and source of each prepared folder, the last used first."""
     found = _folders(root)
     if not found:
-        say(f"{root} holds no prepared data")
+        say(f"{near(root)} holds no prepared data")
     for folder in sorted(found, key=lambda folder: -folder.stat().st_mtime):
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
         say(f"{folder.name}  {_megabytes(folder)}  last used {used}  source {_source(folder)}")
 
 
-def remove_folder(root: Path, name: str, say: Say = print) -> None:
+def remove_folder(root: Path, name: str, say: Say = print_line) -> None:
     """Delete one prepared or unfinished folder. Raises ConfigError if there is none of this name,
     or if a process is using it."""
     folder = root / name

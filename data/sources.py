@@ -19,6 +19,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from cli.options import ConfigError
+from cli.terminal import counted
 from data.config import DataConfig
 from data.fetch import command_for
 from data.readers import (
@@ -92,10 +93,7 @@ class ReadCounts:
             elif form == "text" and len(self.files) == 1:
                 continue
             kind = f"{suffix} file" if suffix else "file"
-            many = "s" * (documents != 1)
-            found.append(
-                f"{documents:,} document{many} from {files:,} {kind}{'s' * (files != 1)} ({name})"
-            )
+            found.append(f"{counted(documents, 'document')} from {counted(files, kind)} ({name})")
         for end, count in self.spelled.items():
             found.append(
                 f"the text holds {end!r} {count:,} times, as plain text; if it separates "
@@ -220,7 +218,9 @@ def _validating(source: Source) -> Source:
     files = tuple(file for file in source.files if file in source.val_files) or source.files
     notes = [note for note in source.notes if not note.startswith("validation split")]
     if len(files) < len(source.files):
-        notes.append(f"{len(source.files) - len(files)} files not named for validation left out")
+        notes.append(
+            f"{counted(len(source.files) - len(files), 'file')} not named for validation left out"
+        )
     return replace(source, files=files, notes=tuple(notes), val_files=frozenset(), validates=True)
 
 
@@ -308,7 +308,7 @@ def _folder(spec: str, root: Path) -> Source:
     left_out = Counter(suffix_of(f) or "no suffix" for f in set(found) - set(kept))
     if left_out:
         kinds = ", ".join(f"{n} x {suffix}" for suffix, n in left_out.most_common(5))
-        notes.append(f"{left_out.total()} files of other kinds left out: {kinds}")
+        notes.append(f"{counted(left_out.total(), 'file')} of other kinds left out: {kinds}")
     about = _about_the_data(kept)
     source = Source(spec, root, _sorted([file for file in kept if file not in about], root))
     if about:

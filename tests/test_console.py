@@ -1,9 +1,8 @@
-"""What a run prints: progress, the first and last messages, colors where they are wanted."""
+"""What a run prints: progress, the first and last messages."""
 
 from __future__ import annotations
 
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,17 +13,7 @@ from model.gpt import GPT
 from training import messages
 from training.checkpoint import TrainState
 from training.config import Config, ParallelConfig, RunConfig
-from training.console import (
-    GREEN,
-    PLAIN,
-    UNKNOWN_STEPS,
-    YELLOW,
-    Console,
-    clock_text,
-    colored,
-    percent,
-    short,
-)
+from training.console import UNKNOWN_STEPS, Console, bar_format, percent, short
 from training.distributed import Ranks
 from training.memory import estimate_memory
 
@@ -36,24 +25,6 @@ def console(monkeypatch):
     console.open_progress(first_step=10, max_steps=100)
     monkeypatch.setattr("training.console.time.monotonic", lambda: console.started + 5.0)
     return console
-
-
-@pytest.fixture
-def bar(monkeypatch):
-    """bar(first_step, max_steps): a console on a terminal."""
-    opened = []
-
-    def open_bar(first_step: int, max_steps: int) -> Console:
-        monkeypatch.setattr(
-            sys.stderr, "isatty", lambda: True
-        )  # of the stderr that pytest captures
-        opened.append(Console())
-        opened[-1].open_progress(first_step, max_steps)
-        return opened[-1]
-
-    yield open_bar
-    for console in opened:
-        console.close_progress()
 
 
 # Messages
@@ -101,73 +72,50 @@ def test_an_unknown_length_is_not_shown(capsys):
     assert capsys.readouterr().out.startswith("step 4/40: ")
 
 
-def test_on_a_terminal_a_bar_moves_with_the_steps(bar, capsys):
-    console = bar(10, 50)
-    for step in range(11, 51):
-        console.advance(step)
-    console.progress(50, 1.25, 2e6, None)
-    assert console.bar.n == 50
-    console.print("a line")
-    console.close_progress()
-    out, err = capsys.readouterr()
-    assert out == "a line\n"
-    assert "50/50" in err
-    assert "loss 1.2500, 2M tokens/s, MFU n/a" in err
-    console.print("after the bar")
-    assert capsys.readouterr().out == "after the bar\n"
+FIGURES = {
+    "step": "step 168/400",
+    "loss": "loss 2.3457",
+    "bits": "1.234 bits per byte",
+    "speed": "23.1k tokens/s",
+    "MFU": "MFU 46%",
+    "left": "0:07 left",
+    "evaluation": "evaluation in 0:15",
+    "percent": "42%",
+    "bar": "-" * 16,
+}
 
 
-def test_a_bar_takes_a_new_length(bar):
-    console = bar(0, UNKNOWN_STEPS)
-    assert console.bar.total is None
-    console.set_length(40)
-    assert console.bar.total == 40
-
-
-def test_a_narrow_terminal_shows_the_figures_and_cuts_off_the_drawing(bar, monkeypatch, capsys):
-    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (90, 24))
-    console = bar(0, 40)
-    console.advance(20)
-    console.progress(20, 2.0, 1000.0, 0.5, bits_per_byte=2.5, next_evaluation=30)
-    console.close_progress()
-    err = capsys.readouterr().err
-    line = next(line for line in err.replace("\r", "\n").splitlines() if "loss" in line)
-    assert line.startswith("20/40, 00:0")
-    assert " left, loss 2.0000, 2.500 bits per byte, 1k tokens/s, evaluation in 0:" in line
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (11, ""),
+        (35, "step 168/400  loss 2.3457"),
+        (36, "step 168/400  loss 2.3457  0:07 left"),
+        (57, "step 168/400  42%  loss 2.3457  23.1k tokens/s  0:07 left"),
+        # a bar of 16 columns and its gap
+        (75, "step 168/400  42%  {bar}  loss 2.3457  23.1k tokens/s  0:07 left"),
+        (95, "step 168/400  42%  {bar}  loss 2.3457  23.1k tokens/s  0:07 left"),
+        # bits per byte take 21 columns, not from those of the bar
+        (
+            96,
+            "step 168/400  42%  {bar}  loss 2.3457  1.234 bits per byte  23.1k tokens/s  0:07 left",
+        ),
+        (
+            125,
+            "step 168/400  42%  {bar}  loss 2.3457  1.234 bits per byte  23.1k tokens/s  MFU 46%  "
+            "0:07 left  evaluation in 0:15",
+        ),
+    ],
+)
+def test_a_bar_shows_the_parts_that_fit_by_importance(columns, line):
+    assert bar_format(FIGURES, columns) == line
 
 
 def test_figures_are_short():
     assert [short(n) for n in (3, 999, 1000, 12_345, 1_234_567, 2e9)] == [
         "3", "999", "1k", "12.3k", "1.23M", "2G",
     ]  # fmt: skip
-    assert [clock_text(s) for s in (0, 75, 3599.6, 3700, math.inf)] == [
-        "0:00", "1:15", "1:00:00", "1:01:40", "?",
-    ]  # fmt: skip
     assert [percent(share) for share in (None, 0.0, 0.456, 1.0)] == ["n/a", "0%", "46%", "100%"]
-
-
-# Colors
-
-
-@pytest.mark.parametrize(
-    ("text", "color"),
-    [
-        ("warning: w", YELLOW),
-        ("advice: a", YELLOW),
-        ("note: n", YELLOW),
-        ("step 5: ... (best so far)", GREEN),
-        ("step 5: ...", ""),
-    ],
-)
-def test_colors_on_a_terminal_and_nowhere_else(text, color, monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert colored(text) == (f"{color}{text}{PLAIN}" if color else text)
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert colored(text) == text
-    monkeypatch.delenv("NO_COLOR")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    assert colored(text) == text
 
 
 # First messages
@@ -200,16 +148,14 @@ def test_the_estimates_by_hand():
     assert messages.estimated_time(*run_of(1e12, time_budget="10m")) == "10m of time"
 
 
-def test_five_lines_say_what_will_happen(train_tiny, tmp_path, capsys):
+def test_six_lines_say_what_will_happen(train_tiny, tmp_path, capsys):
     assert train_tiny(tmp_path / "run", max_steps=4) == 0
     introduction, _, progress = capsys.readouterr().out.partition("step 1/4: loss ")
     lines = introduction.splitlines()
     heads = [line.partition(" ")[0] for line in lines if not line.startswith("prepared")]
-    assert heads == ["device", "model:", "data:", "training:", "estimate:"]
+    assert heads == ["device:", "model:", "data:", "training:", "estimate:", "folder:"]
     # 4 steps of 4 windows of the 133 in the text
-    assert (
-        "4 steps, 0.12 epochs, 4 x 16 = 64 tokens per step in 2 micro-batches, adamw" in lines[-2]
-    )
+    assert "4 steps of 64 tokens (4 x 16, 2 micro-batches), 0.12 epochs, adamw" in lines[-3]
     # Characters of one byte each: a token is a byte.
     loss, bits = float(progress.partition(",")[0]), float(progress.split()[1])
     assert bits == pytest.approx(loss / math.log(2), abs=1e-3)

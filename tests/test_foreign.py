@@ -20,8 +20,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 import sample
 import tools.attention
 import tools.evaluate
-from cli.command import shown
 from cli.options import ConfigError
+from cli.terminal import shown
 from data import prepare
 from data.config import DataConfig
 from data.meta import read_meta

@@ -776,7 +776,7 @@ def test_the_command_reports_new_and_existing_data(work, command):
     tokens, n_bytes = sum(meta.tokens.values()), len(TEXT.encode())
     for part in (
         f"prepared {folder}",
-        " 1 documents",
+        " 1 document",
         f"{n_bytes:,} bytes",
         f"{tokens:,} tokens",
         f"{n_bytes / tokens:.2f} bytes per token",
@@ -784,7 +784,7 @@ def test_the_command_reports_new_and_existing_data(work, command):
         f"val {meta.tokens['val']:,}",
     ):
         assert part in first.splitlines()[-1]
-    assert second.startswith(f"{folder} is up to date: 1 documents")
+    assert second.startswith(f"{folder} is up to date: 1 document,")
     assert command(main, *flags(config), "--verify")[0] == 0
     next(folder.glob("val*.bin")).write_bytes(b"")
     code, _, err = command(main, *flags(config), "--verify")
@@ -840,7 +840,7 @@ def test_progress_reaches_the_end(work, monkeypatch):
 def test_a_dry_run_makes_nothing_and_predicts_the_size(work, tokenizer):
     said = []
     preview(options(work, tokenizer=tokenizer), said.append)
-    assert "1 files, 0.1 MB" in said[0]
+    assert "1 file, 0.1 MB" in said[0]
     about = int(re.search(r"about ([\d,]+) tokens", "".join(said))[1].replace(",", ""))
     assert leftovers(work / "prepared") == []
     real = sum(read_meta(prepared(options(work, tokenizer=tokenizer))).tokens.values())
@@ -973,7 +973,7 @@ def test_the_kinds_of_files_are_reported(work):
         "1 document from 1 .jsonl file (JSON lines)",
         "1 document from 1 .txt file (plain text; 1 of them look like JSON lines",
         "1 document from 1 .md file (plain text)",
-        "1 files of other kinds left out: 1 x .png",
+        "1 file of other kinds left out: 1 x .png",
         "about the data, left out: README.md",
         "test split left out, by name: test.txt",
     ):

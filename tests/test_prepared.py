@@ -18,7 +18,7 @@ from data import prepared
 from data.config import DataConfig
 from data.meta import read_meta
 from data.prepare import main, prepare
-from data.prepared import content_of, find_fingerprint, hold, is_complete, last_digest, lock
+from data.prepared import content_of, find_fingerprint, hold, is_complete, last_digest, lock, near
 from data.sources import Source, open_source
 
 # The content of sources
@@ -347,3 +347,10 @@ def test_a_folder_is_found_by_its_fingerprint(make, root, tmp_path):
     assert find_fingerprint(root, fingerprint) is None
     assert find_fingerprint(root, fingerprint, str(moved)) == moved
     assert find_fingerprint(root, "0" * 64, str(moved)) is None
+
+
+def test_messages_name_folders_from_the_working_folder_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert near(tmp_path / "data" / "prepared") == "data/prepared"
+    for elsewhere in (tmp_path.parent / "a", Path("data/prepared"), Path("../a")):
+        assert near(elsewhere) == str(elsewhere)

@@ -167,9 +167,9 @@ def test_the_first_messages_and_the_last_with_the_next_command(train_tiny, tmp_p
     folder = tmp_path / "a run"
     train_tiny(folder, max_steps=4, sample_prompt="def f")
     out = capsys.readouterr().out
-    assert "device cpu, float32 (as set), 1 thread, attention sdpa" in out
-    assert "parameters, 1 layers of width 16, vocabulary 24" in out
-    assert "training: 4 steps, 0.12 epochs, 4 x 16 = 64 tokens per step in 2 micro-batches" in out
+    assert "device: cpu, float32 (as set), 1 thread, sdpa attention" in out
+    assert "parameters, 1 layer of width 16, vocabulary 24" in out
+    assert "training: 4 steps of 64 tokens (4 x 16, 2 micro-batches), 0.12 epochs, adamw" in out
     assert "step 4/4: loss" in out
     assert f"saved {folder}/checkpoints/step-4" in out
     ending = out.partition("finished at step 4: all steps done; validation loss ")[2]

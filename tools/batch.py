@@ -14,8 +14,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cli.command import run_command, shown
+from cli.command import run_command
 from cli.options import parse_options
+from cli.terminal import shown
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from data.tokenizer import Tokenizer

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from cli.command import run_command
 from cli.options import ConfigError, parse_options
+from cli.terminal import counted
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from data.chat import Messages
@@ -110,7 +111,7 @@ def main(argv: list[str]) -> int:
         masked = config is not None and config.data.document_mask
         with precision.autocast():
             found = score(model, ids, tokenizer, T, stride, starts if masked else None)
-        documents = f"{len(starts):,} document{'s' * (len(starts) != 1)}, {len(ids):,} tokens"
+        documents = f"{counted(len(starts), 'document')}, {len(ids):,} tokens"
         method = f"{documents}; sliding window: context {T}, stride {stride}"
     if tokenizer.lossy:
         if split is not None:

@@ -246,7 +246,7 @@ def time_lines(config: Config, model: GPT, ranks: int, mfu: float) -> list[str]:
     """Tabulate the duration of the run on `ranks` of each known GPU, and on this CPU."""
     import torch
 
-    from training.console import clock_text
+    from cli.terminal import clock_text
     from training.device import PEAKS, measured_peak
     from training.memory import estimate_memory
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from typing import Any
 
+from cli.terminal import clock_text, columns_of, for_terminal, print_line
+
 UNKNOWN_STEPS = 10**9  # the length of a run whose time budget has not been fitted yet
 
-YELLOW, GREEN, PLAIN = "\033[33m", "\033[32m", "\033[0m"
+# Parts of the bar's line from left to right, and in the order in which they get room.
+PLACES = ("step", "percent", "bar", "loss", "bits", "speed", "MFU", "left", "evaluation")
+ADDED = ("step", "loss", "left", "speed", "percent", "bar", "bits", "MFU", "evaluation")
+SHORTEST_BAR = 16  # columns
 
 
 class Console:
@@ -23,6 +27,8 @@ class Console:
     def __init__(self, first: bool = True, quiet: bool = False) -> None:
         self.first, self.quiet = first, quiet
         self.bar: Any = None
+        self.figures: dict[str, str] = {}  # what the bar shows, by part
+        self.next_evaluation: int | None = None
         self.first_step, self.max_steps = 0, UNKNOWN_STEPS
         self.started = time.monotonic()
 
@@ -33,27 +39,23 @@ class Console:
 
     def print(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
-        if not self.first:
-            return
-        text = colored(text)
-        if self.bar is not None:
-            self.bar.write(text, file=sys.stdout)
-        else:
-            print(text, flush=True)
+        if self.first and self.bar is None:
+            print_line(text)
+        elif self.first:
+            self._shape_bar(self.bar.n)
+            self.bar.write(for_terminal(text, sys.stdout), file=sys.stdout)
 
     def open_progress(self, first_step: int, max_steps: int) -> None:
         """Start the clock, and the bar if this is a terminal."""
         self.first_step, self.max_steps = first_step, max_steps
         self.started = time.monotonic()
-        if self.first and not self.quiet and sys.stderr.isatty():
+        both = sys.stdout.isatty() and sys.stderr.isatty()  # what goes to a file has plain lines
+        if self.first and not self.quiet and both:
             from tqdm import tqdm
 
-            # smoothing=0: the time left is estimated from the average speed, evaluations included,
-            # as in `eta`. The drawing comes last, so that a narrow terminal cuts off nothing else.
-            text = "{n_fmt}/{total_fmt}, {remaining} left{postfix} {bar}"
-            shape = {"bar_format": text, "dynamic_ncols": True, "smoothing": 0}
-            total = max_steps if max_steps < UNKNOWN_STEPS else None
-            self.bar = tqdm(total=total, initial=first_step, **shape)
+            cells = "─━" if "utf" in sys.stderr.encoding.lower() else "-#"
+            self.bar = tqdm(initial=first_step, ascii=cells, bar_format=" ")
+            self._shape_bar(first_step)
 
     def close_progress(self) -> None:
         if self.bar is not None:
@@ -63,12 +65,11 @@ class Console:
     def set_length(self, max_steps: int) -> None:
         """Change the planned length of the run."""
         self.max_steps = max_steps
-        if self.bar is not None:
-            self.bar.total = max_steps
 
     def advance(self, step: int) -> None:
         """Move the bar, if there is one, to `step`."""
         if self.bar is not None:
+            self._shape_bar(step)
             self.bar.update(step - self.bar.n)
 
     def progress(
@@ -85,21 +86,39 @@ class Console:
 
         next_evaluation: the step of the next evaluation, if there will be one.
         """
-        figures = f"loss {loss:.4f}"
-        if bits_per_byte is not None:
-            figures += f", {bits_per_byte:.3f} bits per byte"
-        figures += f", {short(tokens_per_second)} tokens/s"
-        used = f", MFU {percent(mfu)}"
-        ahead = ""
-        if next_evaluation is not None and next_evaluation > step:
-            ahead = f", evaluation in {clock_text(self.eta(step, next_evaluation))}"
+        self.next_evaluation = next_evaluation
+        bits = {} if bits_per_byte is None else {"bits": f"{bits_per_byte:.3f} bits per byte"}
+        speed = {"speed": f"{short(tokens_per_second)} tokens/s", "MFU": f"MFU {percent(mfu)}"}
+        self.figures = {"loss": f"loss {loss:.4f}", **bits, **speed}
         if self.bar is not None:
-            self.bar.set_postfix_str(figures + ahead + used)
-            return
-        known = self.max_steps < UNKNOWN_STEPS
-        of = f"{step}/{self.max_steps}" if known else f"{step}"
-        left = f", {clock_text(self.eta(step))} left" if known else ""
-        self.say(f"step {of}: {figures}{used}{left}{ahead}")
+            self._shape_bar(step)
+            self.bar.refresh()
+        else:
+            parts = self._parts(step)
+            self.say(f"{parts.pop('step')}: {', '.join(parts.values())}")
+
+    def _parts(self, step: int) -> dict[str, str]:
+        """Return the texts of a progress line by name."""
+        known, ahead = self.max_steps < UNKNOWN_STEPS, self.next_evaluation
+        parts = {"step": f"step {step}" + f"/{self.max_steps}" * known, **self.figures}
+        if known:
+            parts["left"] = f"{clock_text(self.eta(step))} left"
+        if ahead is not None and ahead > step:
+            parts["evaluation"] = f"evaluation in {clock_text(self.eta(step, ahead))}"
+        return parts
+
+    def _shape_bar(self, step: int) -> None:
+        """Tell tqdm what to show at this step in the window's present width."""
+        length, columns = len(str(self.bar)), columns_of(sys.stderr) or 80
+        if length > columns:  # the window became narrower: terminals have broken the line into rows
+            self.bar.fp.write(f"\r\033[{(length - 1) // columns}A\033[J")  # erase them all
+            self.bar.sp = self.bar.status_printer(self.bar.fp)  # which knows what it would erase
+        parts = self._parts(step)
+        if self.max_steps < UNKNOWN_STEPS:
+            self.bar.total = self.max_steps
+            parts |= {"percent": f"{100 * step // self.max_steps:2}%", "bar": "-" * SHORTEST_BAR}
+        self.bar.ncols = columns - 1  # after the last column some terminals start a new line
+        self.bar.bar_format = bar_format(parts, self.bar.ncols)
 
     def eta(self, step: int, target: int | None = None) -> float:
         """Seconds to the end, or to step `target`, at the average speed of this process."""
@@ -109,23 +128,12 @@ class Console:
         return elapsed / done * left if done > 0 else math.inf
 
 
-def colored(text: str) -> str:
-    """Color warnings and advice yellow, a best evaluation green, on a terminal, unless NO_COLOR is
-    set (https://no-color.org)."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        return text
-    if text.startswith(("warning", "advice", "note")):
-        return f"{YELLOW}{text}{PLAIN}"
-    return f"{GREEN}{text}{PLAIN}" if text.endswith("(best so far)") else text
-
-
-def clock_text(seconds: float) -> str:
-    """75 -> "1:15", 3700 -> "1:01:40"."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def bar_format(parts: dict[str, str], columns: int) -> str:
+    """Return a line of the parts that fit; see PLACES. tqdm fills it up with the bar, at {bar}."""
+    names = [name for name in ADDED if name in parts]
+    while len("  ".join(parts[name] for name in names)) > columns:
+        names.pop()
+    return "  ".join((parts | {"bar": "{bar}"})[name] for name in PLACES if name in names)
 
 
 def short(number: float) -> str:

@@ -149,7 +149,7 @@ class Precision:
 
 
 def pick_dtype(asked: str, device: torch.device, width: int) -> tuple[str, str]:
-    """Choose the dtype and say why: ("bfloat16", "this GPU computes it natively").
+    """Choose the dtype and say why: ("bfloat16", "native on this GPU").
 
     width: d_model. Casting is a pass over the data, which only wide products repay on a CPU.
 
@@ -164,13 +164,13 @@ def pick_dtype(asked: str, device: torch.device, width: int) -> tuple[str, str]:
         return asked, "as set"
     if device.type == "cuda":
         if gpu_has_bfloat16_units(device):
-            return "bfloat16", "this GPU computes it natively"
-        return "float16", "this GPU has no bfloat16 units"
+            return "bfloat16", "native on this GPU"
+        return "float16", "no bfloat16 on this GPU"
     if device.type == "cpu" and cpu_has_bfloat16_units():
         if width < NARROW:
-            return "float32", f"bfloat16 does not pay for a model narrower than {NARROW}"
-        return "bfloat16", "this CPU computes it natively (AMX or AVX-512 BF16)"
-    return "float32", "no faster format on this hardware"
+            return "float32", "model too narrow for bfloat16"
+        return "bfloat16", "native on this CPU"
+    return "float32", "nothing faster on this hardware"
 
 
 def pick_attention(asked: str, device: torch.device) -> str:

@@ -7,12 +7,12 @@ import shlex
 import sys
 from pathlib import Path
 
-from cli.command import shown
 from cli.options import ConfigError
+from cli.terminal import clock_text, counted, shown
 from training.budget import out_of_patience, planned_steps
 from training.checkpoint import Checkpoints, TrainState
 from training.config import Config, seconds_of
-from training.console import UNKNOWN_STEPS, Console, clock_text
+from training.console import UNKNOWN_STEPS, Console
 from training.dataset import Data
 from training.memory import estimate_memory
 from training.snapshot import sample_text
@@ -38,21 +38,18 @@ def introduce(
     config = setup.config
     model, source = config.model, config.data.source
     n, T, length = config.data.global_batch, model.context_length, planned_steps(config.run, state)
-    console.say(
-        f"model: {setup.model.parameter_count():,} parameters, {model.n_layers} layers of width "
-        f"{model.d_model}, vocabulary {model.vocab_size:,}"
-    )
+    size = f"{setup.model.parameter_count():,} parameters, {counted(model.n_layers, 'layer')}"
+    console.say(f"model: {size} of width {model.d_model}, vocabulary {model.vocab_size:,}")
     validation = f"{data.val.n_tokens:,} for validation" if data.val else "no validation"
     console.say(f"data: {source}, {data.train.n_tokens:,} tokens for training, {validation}")
-    count, epochs = f"{length:,} steps", f", {length * n / len(data.train):.2f} epochs"
+    count, epochs = counted(length, "step"), f"{length * n / len(data.train):.2f} epochs, "
     if length == UNKNOWN_STEPS:
-        count, epochs = f"as many steps as fit into {config.run.time_budget}", ""
-    split = f" in {setup.n_micro} micro-batches" if setup.n_micro > 1 else ""
-    console.say(
-        f"training: {count}{epochs}, {n} x {T} = {n * T:,} tokens per step{split}, "
-        f"{config.optim.optimizer}; into {config.run.out_dir}"
-    )
+        count, epochs = f"steps for {config.run.time_budget}", ""
+    split = f", {counted(setup.n_micro, 'micro-batch', 'micro-batches')}" * (setup.n_micro > 1)
+    what = f"{count} of {n * T:,} tokens ({n} x {T}{split})"
+    console.say(f"training: {what}, {epochs}{config.optim.optimizer}")
     console.say(f"estimate: {estimated_time(setup, state, peak)}, {estimated_memory(setup)}")
+    console.say(f"folder: {config.run.out_dir}")
     if data.train.filled < WELL_FILLED:
         console.say(
             f"advice: short documents fill only {data.train.filled:.0%} of their windows, and the "
@@ -107,7 +104,7 @@ def outcome(config: Config, state: TrainState) -> str:
     """Why the run ended, and its losses."""
     why = "all steps done"
     if out_of_patience(config.run, state):
-        why = f"no better loss in {state.since_best} evaluations"
+        why = f"no better loss in {counted(state.since_best, 'evaluation')}"
     if state.last_val_loss is None or state.best_loss is None:
         return why
     return (

@@ -89,13 +89,11 @@ class Observer:
 
     def log_evaluation(self, step: int, best: bool, **values: float | None) -> None:
         """Log and print a validation loss."""
-        bits = values["bits_per_byte"]
-        self.console.say(
-            f"step {step}: validation loss {values['val_loss']:.4f}, "
-            f"perplexity {values['perplexity']:.2f}"
-            + (f", {bits:.4f} bits per byte" if bits is not None else "")
-            + " (best so far)" * best
-        )
+        bits, text = values["bits_per_byte"], f"validation loss {values['val_loss']:.4f}"
+        if self.console.bar is None:  # exp(loss); with a bar, a line is to fit 80 columns
+            text += f", perplexity {values['perplexity']:.2f}"
+        text += f", {bits:.4f} bits per byte" if bits is not None else ""
+        self.console.say(f"step {step}: {text}" + " (best so far)" * best)
         self._log(step, **values)
 
     def evaluated(self, step: int) -> None:

@@ -279,7 +279,7 @@ def save(
     if state.best_step == state.step:
         checkpoints.set_best(state.step)
     checkpoints.prune(setup.config.run.keep_checkpoints)
-    if written and observer is not None:
+    if written and observer is not None and observer.console.bar is None:
         observer.console.say(f"saved {checkpoints.path(state.step)}")
 
 

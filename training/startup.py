@@ -56,8 +56,8 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, console: Console) -> 
     reduction = pick_reduction(config.parallel.reduction, n_micro, ranks)
     threads = config.run.threads or default_threads(ranks.local_world)
     console.say(
-        f"device {ranks.device.type}, {dtype} ({why}), {threads} thread{'s' * (threads > 1)}, "
-        f"attention {attention}"
+        f"device: {ranks.device.type}, {dtype} ({why}), {threads} thread{'s' * (threads > 1)}, "
+        f"{attention} attention"
         + (f", {ranks.world} ranks, {reduction} reduction" if ranks.world > 1 else "")
     )
     resolved = {"run.device": ranks.device.type, "run.threads": threads}

@@ -21,8 +21,9 @@ import numpy as np
 from cli.command import Say
 from cli.files import replace_file
 from cli.options import ConfigError
+from cli.terminal import clock_text
 from training.config import OPTIONS, Config
-from training.console import clock_text, percent, short
+from training.console import percent, short
 from training.report.history import REPORT, Entry, History
 
 HERE = Path(__file__).parent
