@@ -292,7 +292,7 @@ class Build:
             total=sum(source.size for source in sources) or None,
             unit="B",
             unit_scale=True,
-            desc=self.folder.name,
+            bar_format="preparing  {percentage:.0f}%  {bar}  {n_fmt}/{total_fmt}  {rate_fmt}",
             disable=None if progress else True,  # None: unless stderr is a terminal
         ) as bar:
             for number, source in enumerate(sources):

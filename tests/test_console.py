@@ -159,3 +159,16 @@ def test_six_lines_say_what_will_happen(train_tiny, tmp_path, capsys):
     # Characters of one byte each: a token is a byte.
     loss, bits = float(progress.partition(",")[0]), float(progress.split()[1])
     assert bits == pytest.approx(loss / math.log(2), abs=1e-3)
+
+
+@pytest.mark.parametrize(("loss", "warned"), [(3.4, True), (3.2, False), (None, False)])
+def test_gibberish_is_announced_by_the_loss(loss, warned, monkeypatch, capsys):
+    # of 257 ids a random guess costs ln 257 = 5.55; 60% of it are 3.33
+    setup, state, _ = run_of(None)
+    setup.model = SimpleNamespace(config=SimpleNamespace(vocab_size=257))
+    state.last_val_loss = state.best_loss = loss
+    monkeypatch.setattr(messages, "sample_text", lambda *_, **__: "a sample")
+    checkpoints = SimpleNamespace(best_step=lambda: None, path=str)
+    messages.say_result(setup, SimpleNamespace(tokenizer=None), state, checkpoints, Console())
+    said = "note: gibberish is expected after 10 steps: the loss of random guessing is 5.55"
+    assert (said in capsys.readouterr().out) == warned

@@ -20,6 +20,7 @@ from training.step import Setup
 
 SAMPLE_TOKENS = 150  # of the sample at the end
 ASSUMED_MFU = 0.5  # for the estimate of the time
+GIBBERISH = 0.6  # of ln V, the loss of a random guess; above it, samples hold no words
 WELL_FILLED = 0.5  # of a window, on average; below it, sharing windows pays
 
 
@@ -137,6 +138,12 @@ def say_result(
     text = sample_text(
         setup.model, data.tokenizer, prompt, seed=config.run.seed, tokens=SAMPLE_TOKENS
     )
+    guess = math.log(setup.model.config.vocab_size)
+    if state.last_val_loss is not None and state.last_val_loss > GIBBERISH * guess:
+        console.print(
+            f"note: gibberish is expected after {counted(state.step, 'step')}: the loss of random "
+            f"guessing is {guess:.2f}"
+        )
     console.print(f"sample (prompt: {prompt!r}):\n\n{shown(text, sys.stdout)}\n")
     console.print(f"to generate more: {sample_command(config)}")
 

@@ -54,4 +54,4 @@ class Interrupts:
         self.signal = self.signal or number
         if number == signal.SIGINT and self.announce:
             with contextlib.suppress(OSError):  # the terminal may be gone; print() is unsafe here
-                os.write(2, b"\nstopping after this step and saving; Ctrl-C again quits at once\n")
+                os.write(2, b"\nsaving and stopping; Ctrl-C again quits at once\n")
