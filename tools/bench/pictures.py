@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cli.options import ConfigError
+from cli.terminal import clock_text
 from tools.bench.recording import film_of, record, screens_of, write_svg
-from training.console import clock_text
 
 ROOT = Path(__file__).parents[2]
 SIZE = (1200, 940)
