@@ -85,6 +85,17 @@ class Plan:
         """Yield the documents of one source; `counts` counts what is found."""
         return source.pieces(self.how, counts)
 
+    def beginning(self, n_bytes: int) -> tuple[list[str], int]:
+        """Return the first texts of the first source, and the number of documents they end."""
+        texts, size, documents = [], 0, 0
+        for piece in self.pieces(self.sources[0]):
+            texts.append(text_of(piece))
+            documents += piece.last
+            size += len(texts[-1].encode("utf-8"))
+            if size >= n_bytes:
+                break
+        return texts, documents
+
 
 def make_plan(
     config: DataConfig, sources: list[Source], tokenizer: Tokenizer | None = None

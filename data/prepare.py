@@ -34,7 +34,6 @@ from cli.options import ConfigError, parse_sections
 from cli.terminal import clock_text, counted, print_line
 from data.build import Build, Plan, make_plan, make_tokenizer
 from data.config import DataConfig
-from data.encode import text_of
 from data.meta import dtype_for, read_meta, summary, verify
 from data.prepared import (
     content_of,
@@ -321,13 +320,8 @@ def preview(config: DataConfig, say: Say = print_line) -> None:
 
 def _try(plan: Plan, tokenizer: Tokenizer, say: Say) -> None:
     """Encode the beginning of the text, and extrapolate to the whole."""
-    texts, size, documents = [], 0, 0
-    for piece in plan.pieces(plan.sources[0]):
-        texts.append(text_of(piece))
-        documents += piece.last
-        size += len(texts[-1].encode("utf-8"))
-        if size >= TRIAL_BYTES:
-            break
+    texts, documents = plan.beginning(TRIAL_BYTES)
+    size = sum(len(text.encode("utf-8")) for text in texts)
     started = time.perf_counter()
     tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
     seconds = time.perf_counter() - started
