@@ -14,8 +14,9 @@ import pytest
 from browserlib import DESKTOP, PHONE, errors, show
 from runlib import PASSAGE, write_run
 
+from tools.report.compare import comparison
 from training.report.history import read_history
-from training.report.page import write_report
+from training.report.page import write_page, write_report
 
 pytestmark = pytest.mark.browser
 
@@ -32,7 +33,7 @@ def open_page(browser, path: Path, size: tuple[int, int], dark: bool = False) ->
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("browser") / "demo")
-    return write_report([read_history(folder)], folder / "report.html")
+    return write_report(read_history(folder), folder / "report.html")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -211,20 +212,20 @@ def test_arrow_keys_and_the_slider_select_a_token_and_an_evaluation(browser, rep
     assert browser.find_element("id", "passage-step").text == "step 150"
 
 
-def test_the_config_can_be_reduced_to_what_differs(browser, report):
+def test_the_config_shows_what_differs_and_all_on_request(browser, report):
     open_page(browser, report, DESKTOP)
     rows = (
         "return [...document.querySelectorAll('.sections tr[class]')]"
         ".filter((row) => row.offsetHeight).length"
     )
-    everything = browser.execute_script(rows)
-    browser.find_element("id", "changes-only").click()
-    assert 0 < browser.execute_script(rows) < everything / 3
+    changed = browser.execute_script(rows)
+    browser.find_element("id", "all-options").click()
+    assert 0 < changed < browser.execute_script(rows) / 3
 
 
 def test_a_run_that_has_only_started(browser, tmp_path):
     folder = write_run(tmp_path / "new", steps=0)
-    open_page(browser, write_report([read_history(folder)], tmp_path / "new.html"), DESKTOP)
+    open_page(browser, write_report(read_history(folder), tmp_path / "new.html"), DESKTOP)
     assert move(browser, 0.5) == ""
     assert len(browser.find_elements("css selector", ".chart")) == 1  # none without data but this
     hidden = ["samples", "validation", "differences"]
@@ -236,7 +237,7 @@ def test_two_runs_in_one_page(browser, tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=100, seed=7)
     log = b / "metrics.jsonl"
     log.write_text(re.sub(r'("step": 40,.*"loss": )[\d.]+', r"\1null", log.read_text()))
-    both = write_report([read_history(a), read_history(b)], tmp_path / "both.html")
+    both = write_page(comparison([read_history(a), read_history(b)]), tmp_path / "both.html")
     open_page(browser, both, PHONE, dark=True)
     assert errors(browser) == []
     count = "return ['.curve', 'circle', '.mark'].map((kind) => "

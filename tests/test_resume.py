@@ -118,6 +118,7 @@ OTHER = {
         "run.out_dir": "elsewhere",
         "run.resume": "changed",
         "run.overwrite": True,
+        "log.live": True,
         "log.quiet": True,
     },
     # Here from the default, which is none, to some: shorter.

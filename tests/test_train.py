@@ -357,7 +357,7 @@ def test_a_run_may_go_without_validation(train_tiny, tmp_path, monkeypatch, caps
     assert "evaluation" not in out
     snapshots = [json.loads(line) for line in (tmp_path / "snapshots.jsonl").open()]
     assert [(s["step"], s["passage"]) for s in snapshots] == [(4, []), (6, [])]
-    assert len(reports) == 2
+    assert len(reports) == 4  # the first line, two evaluations, the end
     assert train_tiny(tmp_path, **options) == 0
     assert "is finished at step 6" in capsys.readouterr().out
     assert train_tiny(tmp_path / "timed", val_fraction=0, time_budget="0.5s", eval_interval=3) == 0

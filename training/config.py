@@ -40,6 +40,7 @@ from cli.options import (
     print_once,
     typed_text,
 )
+from cli.web import require_packages
 from data.config import DataConfig
 from model.config import ModelConfig
 
@@ -204,6 +205,7 @@ class LogConfig:
     project: Annotated[str, "Weights & Biases project", "free"] = "plainGPT"
     sample_prompt: Annotated[str, "prompt of the sample at the end", "free"] = ""
     report: Annotated[bool, "write report.html and snapshots at every evaluation", "free"] = True
+    live: Annotated[bool, "serve a page on this machine that follows the run", "start"] = False
     quiet: Annotated[bool, "print only warnings and the result; no progress bar", "start"] = False
 
     def problems(self) -> list[str]:
@@ -343,6 +345,8 @@ def load_config(argv: Sequence[str], *, usage: str = USAGE, choose: Choose | Non
     if given.values[""].get("print_config"):
         print_once(to_json(config))
         raise SystemExit(0)
+    if config.log.live:
+        require_packages("log.live=true")
     return config
 
 

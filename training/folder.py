@@ -52,6 +52,27 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
 
 
+def holder_lives(folder: Path) -> bool | None:
+    """Whether the last process that held `folder` still runs; None: on another machine.
+
+    The lock itself is not tried: a process that starts at this moment must get it.
+    """
+    try:
+        text = (folder / ".lock").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    holder = re.match(r"process (\d{1,9}) on (.+)", text)
+    if holder is None:
+        return False
+    if holder[2] != socket.gethostname() or os.name == "nt":  # there, signal 0 is Ctrl-C
+        return None
+    try:
+        os.kill(int(holder[1]), 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)  # of another user
+    return True
+
+
 def check_own(folder: Path) -> None:
     """Raise ConfigError if the folder holds files of someone else under the names that a run uses.
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 LONGEST_LINE = 1 << 24  # bytes; a longer line is damage, and is never held in memory whole
 STEP_MARK = b'"loss":'  # in the line of a training step and in no other: a quote in a text is \"
-EVENTS = {"start", "note", "fit"}  # entries that hold no metrics
+EVENTS = {"start", "end", "note", "fit"}  # entries that hold no metrics
 
 # A log of more than LONG_LOG bytes is sampled where a few entries will do: some of each LOG_BLOCK,
 # and all of the last LOG_TAIL bytes.
@@ -53,7 +53,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(["step", "attempt", "fit"], lambda v: type(v) is int and 0 <= v < 1 << 62),
     # None is written for a figure that is not finite.
     **dict.fromkeys(FIGURES, lambda v: v is None or (_is_number(v) and abs(v) < 1e300)),
-    **dict.fromkeys(["note", "prompt", "sample"], lambda v: isinstance(v, str)),
+    **dict.fromkeys(["end", "note", "prompt", "sample"], lambda v: isinstance(v, str)),
     "time": lambda v: _is_number(v) and 0 <= v < 1e11,  # seconds since 1970
     "start": _is_start,
     "passage": _is_passage,
@@ -79,10 +79,16 @@ def iter_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read_entries(file: BinaryIO, mark: bytes = b"") -> Iterator[dict[str, Any]]:
-    """Yield the entries from the current position on, of lines that contain `mark`."""
+    """Yield the entries from the current position on, of lines that contain `mark`.
+
+    The position stays before a last line that is incomplete: it may still be being written.
+    """
     for line in iter_lines(file):
         if mark in line and (entry := parse_line(line)) is not None:
             yield entry
+        elif not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+            file.seek(-len(line), os.SEEK_CUR)
+            return
 
 
 def read_spread(file: BinaryIO, most: int, ordinary: bytes) -> Iterator[dict[str, Any]]:

@@ -6,17 +6,19 @@ stop it.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from training.advice import Advice, Adviser
-from training.config import sections_of
 from training.console import UNKNOWN_STEPS, Console
 from training.dataset import Data
 from training.device import model_flops_utilization, peak_flops
+from training.live import LivePage
 from training.logger import RunLogger, append_line, start_entry
 from training.report.history import SNAPSHOTS, History
 from training.report.page import try_report
@@ -24,10 +26,11 @@ from training.snapshot import sample_text, scored_passage
 from training.step import Setup
 
 SAMPLE_TOKENS = 120  # of the sample at each evaluation
+REPORT_SECONDS = 30.0  # between two reports, if no evaluation comes first: 2 to 16 ms of work
 
 
 class Observer:
-    """Follows one run: `begin`, then `log_step` and `log_evaluation`, `evaluated`, `close`."""
+    """Follows one run: `begin`, then `log_step` and `log_evaluation`, `evaluated`, `end`."""
 
     def __init__(self, setup: Setup, data: Data, console: Console) -> None:
         self.config = config = setup.config
@@ -39,9 +42,11 @@ class Observer:
         # The average over the training text; the text of a single step differs a little.
         self.bytes_per_token = meta.bytes["train"] / max(1, meta.tokens["train"])
         self.adviser = Adviser(config, len(data.train), data.tokenizer.vocab_size)
+        self.live: LivePage | None = None
+        self.reported = -math.inf  # when the report was last written, in monotonic seconds
         self.history = History(self.folder, config)
         for entry in self.history.read_metrics():  # of earlier attempts
-            if not entry.keys() & {"start", "fit"}:
+            if entry.keys() & {"loss", "val_loss", "note"}:
                 self.adviser.see(entry, config.run.max_steps)
 
     def begin(
@@ -52,8 +57,11 @@ class Observer:
         argv: the command as typed.
         """
         if self.config.log.wandb:
-            sections = {name: asdict(section) for name, section in sections_of(self.config)}
+            parts = vars(self.config).items()
+            sections = {name: asdict(section) for name, section in parts if is_dataclass(section)}
             wandb_id = self.logger.start_wandb(self.config.log.project, sections, wandb_id)
+        if self.config.log.live:
+            self.live = LivePage(self.folder, self.console.print)
         start = start_entry(self.setup, self.data, argv)
         self.logger.event(step, start=start)
         self.console.open_progress(step, max_steps)
@@ -86,6 +94,8 @@ class Observer:
             bits_per_byte=loss / math.log(2) / per_token if per_token else None,
             next_evaluation=next_evaluation if self.data.val else None,
         )
+        if time.monotonic() - self.reported > REPORT_SECONDS:
+            self._report()
 
     def log_evaluation(self, step: int, best: bool, **values: float | None) -> None:
         """Log and print a validation loss."""
@@ -107,11 +117,25 @@ class Observer:
         except Exception as error:  # out of memory, a full disk: training continues
             reason = (str(error).splitlines() or [""])[0]
             self.console.print(f"note: no snapshot this time ({type(error).__name__}: {reason})")
-        try_report(self.history, self.console.print)
+        self._report()
 
-    def close(self) -> None:
+    def end(self, step: int, how: str) -> None:
+        """Log how the process ended, write the last report, and close everything.
+
+        how: finished, stopped, or failed and why.
+        """
         self.console.close_progress()
+        with contextlib.suppress(OSError):  # a full disk was reported when the line was written
+            self.logger.event(step, end=how)
+            self._report()
         self.logger.close()
+        if self.live is not None:
+            self.live.close()
+
+    def _report(self) -> None:
+        if self.config.log.report:
+            try_report(self.history, self.console.print)
+            self.reported = time.monotonic()
 
     def _snapshot(self, step: int) -> dict[str, Any]:
         config, model, tokenizer = self.config, self.setup.model, self.data.tokenizer

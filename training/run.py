@@ -301,13 +301,17 @@ def observed(
     if not setup.ranks.first:
         yield None
         return
-    observer = Observer(setup, data, console)
+    observer, how = Observer(setup, data, console), "stopped"
     try:
         length = planned_steps(setup.config.run, state)
         state.wandb_id = observer.begin(state.step, length, state.wandb_id, argv)
         yield observer
+        how = "finished" if is_finished(setup.config, state) else "stopped"
+    except Exception as error:
+        how = f"failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        raise
     finally:
-        observer.close()
+        observer.end(state.step, how)
 
 
 @contextlib.contextmanager

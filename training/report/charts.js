@@ -1,16 +1,24 @@
 // Line charts in SVG. All charts of the page share the x axis and its zoom.
 
 const AXES = { step: "step", tokens: "tokens (millions)", minutes: "minutes of training" };
-// Each curve: [rows, column, style, label, decimals (null: three digits), factor].
-// A hidden one is listed in the box at the pointer, but not drawn.
+// Each curve: [rows, column, style, label, decimals (null: three digits), factor]. A column is a
+// name, or a function of the rows. Style "smooth" draws a line fitted to the values, "hidden" only
+// lists them in the box at the pointer.
+const LOSS = [
+  ["training", "loss", "thin", "loss", 4],
+  ["training", "mean", "smooth", "smoothed", 4],
+  ["validation", "val_loss", "dots", "validation loss", 4],
+  ["validation", "perplexity", "hidden", "perplexity", 2],
+  ["validation", "bits_per_byte", "hidden", "bits per byte", 4],
+];
+const BITS = [
+  ["training", "loss", "thin", "bits per byte", 4, bitsPerNat],
+  ["training", "mean", "smooth", "smoothed", 4, bitsPerNat],
+  ["validation", "bits_per_byte", "dots", "validation, bits per byte", 4],
+  ["validation", "val_loss", "hidden", "validation loss", 4],
+];
 const CHARTS = [
-  { name: "loss", title: "", curves: [
-    ["training", "loss", "thin", "loss", 4],
-    ["training", "smoothed", "line", "smoothed", 4],
-    ["validation", "val_loss", "dots", "validation loss", 4],
-    ["validation", "perplexity", "hidden", "perplexity", 2],
-    ["validation", "bits_per_byte", "hidden", "bits per byte", 4],
-  ] },
+  { name: "loss", title: "" },
   // From zero, so that a speed that hardly changes looks like one.
   { name: "lr", title: "learning rate", zero: true,
     curves: [["training", "lr", "line", "learning rate", null]] },
@@ -18,6 +26,8 @@ const CHARTS = [
     curves: [["training", "grad_norm", "line", "gradient norm", 3]] },
   { name: "tokens_per_second", title: "tokens per second", zero: true,
     curves: [["training", "tokens_per_second", "line", "tokens per second", 0]] },
+  { name: "step_time", title: "time per step, ms", zero: true,
+    curves: [["training", stepTime, "line", "time per step, ms", 1]] },
   { name: "mfu", title: "MFU, % of the hardware's peak", zero: true,
     curves: [["training", "mfu", "line", "MFU, %", 1, 100]] },
   { name: "bits_per_byte", title: "validation, bits per byte",
@@ -26,7 +36,38 @@ const CHARTS = [
 const MARGIN = { left: 50, right: 14, top: 24, bottom: 40 };
 const NEAR = 6; // pixels
 
-const view = { axis: "step", scale: "linear", zoom: null }; // zoom: [first, last] x, or null
+// zoom: [first, last] x, or null; smoothing: share of the points that a smooth line looks at
+const view = { unit: "loss", axis: "step", scale: "linear", zoom: null, smoothing: 0.12 };
+
+// A loss per token in nats times this is in bits per byte; NaN: not known for this run.
+function bitsPerNat(run) {
+  return 1 / (Math.LN2 * (run.bytes_per_token || NaN));
+}
+
+// Milliseconds, from the speed and the average number of tokens per step.
+function stepTime({ step, tokens, tokens_per_second }) {
+  return tokens_per_second.map((speed, i) =>
+    (speed && step[i] ? (1e9 * tokens[i]) / step[i] / speed : null));
+}
+
+// At each x the value of the line that fits the `share` of all points that are nearest: no lag, as
+// a running average would have (local regression with tricube weights; Cleveland 1979).
+function smoothed(xs, ys, share) {
+  const n = xs.length, near = Math.min(n, Math.max(3, Math.round(share * n)));
+  let first = 0;
+  return ys.map((own, i) => {
+    while (first + near < n && xs[first + near] - xs[i] < xs[i] - xs[first]) first++;
+    const reach = 1.001 * Math.max(xs[i] - xs[first], xs[first + near - 1] - xs[i]);
+    let w = 0, wx = 0, wy = 0, wxx = 0, wxy = 0;
+    for (let j = first; j < first + near; j++) {
+      const x = xs[j] - xs[i], weight = (1 - Math.abs(x / reach) ** 3) ** 3;
+      w += weight; wx += weight * x; wy += weight * ys[j];
+      wxx += weight * x * x; wxy += weight * x * ys[j];
+    }
+    const spread = w * wxx - wx * wx;
+    return share > 0 && spread > 0 ? (wxx * wy - wx * wxy) / spread : own;
+  });
+}
 
 // Several runs have a color each; a single one has two, for training and validation.
 function color(run, rows, runs) {
@@ -70,12 +111,14 @@ function valueText(value, decimals) {
 
 class Chart {
   constructor(spec, runs) {
-    Object.assign(this, spec, { runs });
+    Object.assign(this, spec, { runs, pixel: null, dragging: false });
     this.node = document.createElement("div");
     this.node.className = `chart ${spec.name}`;
     this.box = document.createElement("div");
     this.box.className = "pointer-box";
-    const resized = () => this.node.clientWidth !== this.width && this.draw();
+    const resized = () => { // to 0 when it is taken off the page
+      if (this.node.clientWidth && this.node.clientWidth !== this.width) this.draw();
+    };
     new ResizeObserver(resized).observe(this.node); // also draws it for the first time
   }
 
@@ -85,14 +128,22 @@ class Chart {
 
   // The curves of all runs on the present axes. What cannot be drawn, such as NaN, is null.
   curveList() {
+    const curves = this.curves ?? (view.unit === "bits" ? BITS : LOSS);
     return this.runs.flatMap((run, i) =>
-      this.curves.map(([rows, column, style, label, decimals, factor = 1]) => ({
-        run, rows, style, label, decimals,
-        color: color(i, rows, this.runs.length),
-        xs: run[rows][view.axis],
-        ys: run[rows][column].map((y) =>
-          (y === null || (this.isLog && y <= 0) ? null : factor * y)),
-      })));
+      curves.map(([rows, column, style, label, decimals, factor = 1]) => {
+        const times = typeof factor === "function" ? factor(run) : factor;
+        const values = valuesOf(run[rows], column);
+        // Points of a smooth line: those that have a value.
+        const known = [...values.keys()].filter((j) => values[j] !== null);
+        const kept = style === "smooth" ? known : null;
+        const at = (name, j) => run[rows][name][kept ? kept[j] : j];
+        const own = kept ? kept.map((j) => values[j]) : values;
+        const steps = kept ? kept.map((j) => run[rows].step[j]) : [];
+        const ys = (kept ? smoothed(steps, own, view.smoothing) : own).map((y) =>
+          (y === null || Number.isNaN(times) || (this.isLog && y <= 0) ? null : times * y));
+        return { run, rows, style, label, decimals, at, ys, color: color(i, rows, this.runs.length),
+          xs: ys.map((_, j) => at(view.axis, j)) };
+      }));
   }
 
   // Choose the range of each axis, and with it the functions from values to pixels.
@@ -139,16 +190,18 @@ class Chart {
     root.append(svg("clipPath", { id: clip },
       svg("rect", { x: left, y: top - 4, width: end - left, height: base - top + 8 })));
     const inside = svg("g", { "clip-path": `url(#${clip})` });
-    for (const mark of this.runs.flatMap((run) => run.marks)) {
-      const x = this.x(mark[view.axis]);
-      inside.append(svg("line", { class: `mark ${mark.kind}`, x1: x, x2: x, y1: top, y2: base }));
-    }
+    this.runs.forEach((run, i) => run.marks.forEach((mark) => {
+      const x = this.x(mark[view.axis]), attributes = { class: `mark ${mark.kind}` };
+      if (this.runs.length > 1) attributes.style = `stroke: ${color(i, "training", 2)}`;
+      inside.append(svg("line", { ...attributes, x1: x, x2: x, y1: top, y2: base }));
+    }));
     for (const curve of this.shown) this.drawCurve(inside, curve);
     this.pointer = svg("g", {});
     root.append(inside, this.pointer);
     this.listen(root);
     this.node.replaceChildren(root, this.box);
-    this.leave();
+    if (this.pixel === null) this.leave();
+    else this.point(this.pixel); // new rows arrived under the pointer
   }
 
   drawCurve(parent, { xs, ys, style, color }) {
@@ -158,10 +211,14 @@ class Chart {
       if (y !== null) path += `${pen}${this.x(xs[i]).toFixed(1)},${this.y(y).toFixed(1)}`;
       pen = y === null ? "M" : "L";
     });
-    parent.append(svg("path", { class: `curve ${style}`, d: path, style: `stroke: ${color}` }));
+    // Of several runs, validation is dashed with hollow dots: both curves of a run have its color.
+    const several = this.runs.length > 1 && style === "dots" ? "several" : "";
+    parent.append(svg("path",
+      { class: `curve ${style} ${several}`, d: path, style: `stroke: ${color}` }));
     if (style !== "dots") return;
+    const look = several ? `stroke: ${color}; fill: var(--page)` : `fill: ${color}`;
     ys.forEach((y, i) => y !== null && parent.append(
-      svg("circle", { cx: this.x(xs[i]), cy: this.y(y), r: 3.5, style: `fill: ${color}` })));
+      svg("circle", { cx: this.x(xs[i]), cy: this.y(y), r: 3.5, style: look })));
   }
 
   // The pointer shows values; dragging the mouse zooms. A finger that drags scrolls the page.
@@ -176,6 +233,7 @@ class Chart {
       if (event.pointerType !== "mouse" || event.button) return;
       event.preventDefault(); // no text is selected
       start = at(event);
+      this.dragging = true; // and is not redrawn meanwhile
       root.setPointerCapture(event.pointerId);
     });
     root.addEventListener("pointermove", (event) => {
@@ -189,13 +247,16 @@ class Chart {
       const ends = [start, at(event)].sort((a, b) => a - b).map(this.xValue);
       const moved = start !== null && Math.abs(at(event) - start) > NEAR;
       start = null;
+      this.dragging = false;
       if (moved) setView({ zoom: ends });
     });
     root.addEventListener("dblclick", () => setView({ zoom: null }));
     root.addEventListener("pointerleave", () => this.leave());
+    root.addEventListener("pointercancel", () => (this.dragging = false));
   }
 
   leave() {
+    this.pixel = null;
     this.box.hidden = true;
     this.pointer.replaceChildren();
   }
@@ -203,6 +264,7 @@ class Chart {
   // Show the points nearest to the pointer, and each training curve where it runs past it.
   point(pixel) {
     this.leave();
+    this.pixel = pixel;
     const points = this.shown.filter((curve) => curve.xs.length).map((curve) => {
       const i = nearest(curve.xs, this.xValue(pixel)), x = this.x(curve.xs[i]);
       return { ...curve, i, x, y: curve.ys[i], distance: Math.abs(x - pixel) };
@@ -223,12 +285,12 @@ class Chart {
       for (const words of [label, text]) line.insertCell().textContent = words;
       line.firstChild.style.color = color;
     };
-    const at = (name) => first.run[first.rows][name][first.i];
+    const at = (name) => first.at(name, first.i);
     row("step", at("step").toLocaleString("en"));
     row("tokens", `${at("tokens").toFixed(2)} M`);
     row("time", `${at("minutes").toFixed(1)} min`);
-    for (const { run, rows, i, label, y, decimals, color } of points) {
-      const step = run[rows].step[i], other = step === at("step") ? "" : ` (step ${step})`;
+    for (const { run, at: ofCurve, i, label, y, decimals, color } of points) {
+      const step = ofCurve("step", i), other = step === at("step") ? "" : ` (step ${step})`;
       row(`${several ? `${run.name}: ` : ""}${label}${other}`, valueText(y, decimals), color);
     }
     for (const { run, text, step } of marks) {
@@ -285,13 +347,23 @@ let charts = [];
 function setView(change) {
   Object.assign(view, change);
   document.getElementById("reset").hidden = view.zoom === null;
-  for (const chart of charts) chart.draw();
+  for (const chart of charts) if (chart.width) chart.draw();
 }
 
-// Draw every chart of which there is data.
-function startCharts(place, runs) {
-  const has = ([rows, column]) => runs.some((run) => run[rows][column].some((y) => y !== null));
-  charts = CHARTS.filter((spec) => spec.name === "loss" || spec.curves.some(has))
-    .map((spec) => new Chart(spec, runs));
-  place.append(...charts.map((chart) => chart.node));
+const valuesOf = (rows, column) => (typeof column === "function" ? column(rows) : rows[column]);
+
+// Draw every chart of which there is data. Those that are there already keep their place.
+function showCharts(place, runs) {
+  const has = ([rows, column]) =>
+    runs.some((run) => valuesOf(run[rows], column).some((y) => y !== null));
+  const specs = CHARTS.filter((spec) => spec.name === "loss" || spec.curves.some(has));
+  if (specs.map((spec) => spec.name).join() !== charts.map((chart) => chart.name).join()) {
+    charts = specs.map((spec) => new Chart(spec, runs));
+    place.replaceChildren(...charts.map((chart) => chart.node));
+    return;
+  }
+  for (const chart of charts) {
+    chart.runs = runs;
+    if (!chart.dragging && chart.width) chart.draw();
+  }
 }

@@ -1,7 +1,7 @@
 """Read the history of a run from its folder: curves, events, samples.
 
-    metrics.jsonl     figures of training steps and evaluations; events (the start of each process,
-                      warnings, changes of the time budget)
+    metrics.jsonl     figures of training steps and evaluations; events (the start and the end of
+                      each process, warnings, changes of the time budget)
     snapshots.jsonl   a sample and a scored passage for each evaluation
     run.json          the config
 
@@ -14,18 +14,22 @@ finds on disk it reads the evaluations, the events and some of the training step
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from cli.options import ConfigError
 from training.config import Config, from_json
+from training.folder import holder_lives
 from training.metrics import STEP_MARK, read_spread
 
-METRICS, SNAPSHOTS, REPORT = "metrics.jsonl", "snapshots.jsonl", "report.html"
+RUN_JSON, METRICS, SNAPSHOTS = "run.json", "metrics.jsonl", "snapshots.jsonl"
+REPORT = "report.html"
 MOST_STRETCHES = 300  # per log; a long one has at least half as many
 MOST_EVENTS = 200  # of each kind
 MOST_SNAPSHOTS = 12
+SILENT = 600.0  # seconds after which a run on another machine no longer counts as running
 # For a long file: about how many lines to read, and of which kind; all other lines are read.
 READ = {METRICS: (8_000, STEP_MARK), SNAPSHOTS: (20 * MOST_SNAPSHOTS, b"")}
 Entry = dict[str, Any]  # one line
@@ -114,27 +118,15 @@ class Thinned:
                     self.add(entry)
 
     def curve(self) -> list[tuple[Entry, float | None]]:
-        """Return the kept entries, each with the smoothed mean of the first column around it."""
-        # With fewer than 150 stretches this is next to no smoothing.
-        half_life = max(1, len(self.stretches)) / 150
-        means = smoothed([stretch.mean for stretch in self.stretches], half_life)
-        pairs = zip(self.stretches, means, strict=True)
-        return [(entry, mean) for stretch, mean in pairs for entry in stretch.entries]
+        """Return the kept entries, the last one of each stretch with its mean of the first column.
 
-
-def smoothed(values: Iterable[float | None], half_life: float) -> list[float | None]:
-    """Return the exponential moving average, corrected for its bias towards the first values.
-
-    half_life: number of values after which a value counts half. None (not finite) stays None.
-    """
-    keep = 0.5 ** (1 / half_life)
-    total = weight = 0.0
-    means: list[float | None] = []
-    for value in values:
-        if value is not None:
-            total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        means.append(None if value is None else total / weight)
-    return means
+        The page draws a smooth line through the means; extremes alone would mislead it.
+        """
+        return [
+            (entry, stretch.mean if entry is stretch.last else None)
+            for stretch in self.stretches
+            for entry in stretch.entries
+        ]
 
 
 class History:
@@ -147,6 +139,8 @@ class History:
         self.validation = Thinned("val_loss", "bits_per_byte")
         self.starts: list[Entry] = []  # one per process that worked on the run
         self.notes: list[Entry] = []  # warnings, their text under "note"
+        self.ends: list[Entry] = []  # one per process that could say how it ended, under "end"
+        self.ended: str | None = None  # how the last process ended, if it said so
         self.fits: list[Entry] = []  # estimates of the number of steps under a time budget
         self.snapshots: list[Entry] = []
         self.offsets = {METRICS: 0, SNAPSHOTS: 0}  # bytes read so far
@@ -171,6 +165,24 @@ class History:
         """The evaluation with the lowest loss."""
         scored = [entry for entry in self.validation.entries if entry["val_loss"] is not None]
         return min(scored, key=lambda entry: entry["val_loss"], default=None)
+
+    @property
+    def state(self) -> str:
+        """running, finished, stopped or failed."""
+        if self.ended is not None:
+            return self.ended.partition(":")[0]
+        lives = holder_lives(self.folder)
+        if lives is None:  # on another machine: judge by its log
+            lives = time.time() - self.last_time < SILENT
+        if lives:
+            return "running"
+        return "finished" if self.last_step >= self.max_steps else "failed"
+
+    @property
+    def last_time(self) -> float:
+        """Seconds since 1970 of the newest entry."""
+        newest = [self.training.last, self.validation.last, *self.starts[-1:], *self.ends[-1:]]
+        return max((entry.get("time", 0.0) for entry in newest if entry), default=0.0)
 
     def update(self) -> None:
         """Read what was appended to both files."""
@@ -206,7 +218,10 @@ class History:
             self.training.cut(step + 1)
             self.validation.cut(step + 1)
             self.fits = [fit for fit in self.fits if fit["step"] <= step]
-        for kind, events in (("start", self.starts), ("note", self.notes), ("fit", self.fits)):
+            self.ended = None
+        self.ended = entry.get("end", self.ended)
+        kinds = {"start": self.starts, "end": self.ends, "note": self.notes, "fit": self.fits}
+        for kind, events in kinds.items():
             if kind in entry:
                 events.append(entry)
                 del events[1:-MOST_EVENTS]  # the first and the newest stay
@@ -246,7 +261,7 @@ class History:
 def read_config(folder: Path) -> Config:
     """Return the config of the run in `folder`. Raises ConfigError if there is none."""
     try:
-        return from_json((folder / "run.json").read_text(encoding="utf-8"))
+        return from_json((folder / RUN_JSON).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"{folder} is not the folder of a run (run.json: {reason})") from error

@@ -1,7 +1,8 @@
-"""Write report.html: the data of one run, or of several to compare, in an HTML template.
+"""Write report.html: the data of a run in an HTML template.
 
-template.html is the page, filled in the browser by charts.js and report.js. Python computes data
-and builds no HTML, so what a model or a user wrote stays text.
+template.html is the page, filled in the browser by charts.js and report.js. tools/report puts
+several runs in it, or sends it the data while the runs train. Python computes data and builds no
+HTML, so what a model or a user wrote stays text.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 import re
 import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -28,29 +31,46 @@ from training.report.history import REPORT, Entry, History
 
 HERE = Path(__file__).parent
 GENERATOR = '<meta name="generator" content="plainGPT">'  # in every page that we write
+ATTENTION = "attention.html"  # written into the run's folder by tools.attention
 # Columns of metrics.jsonl that are drawn; charts.js says how.
-TRAINING = ("loss", "smoothed", "lr", "grad_norm", "tokens_per_second", "mfu")
+TRAINING = ("loss", "mean", "lr", "grad_norm", "tokens_per_second", "mfu")
 VALIDATION = ("val_loss", "perplexity", "bits_per_byte")
 
 
-def write_report(histories: Sequence[History], path: Path) -> Path:
-    """Write the report of these runs to `path`, completely or not at all, and return `path`.
+def write_report(history: History, path: Path) -> Path:
+    """Write the report of a run to `path` and return `path`. Raises OSError if that fails."""
+    data, attention = page_data(history), history.folder / ATTENTION
+    if attention.is_file():
+        data["attention"] = quote(os.path.relpath(attention, path.parent))
+    return write_page(data, path)
+
+
+def write_page(data: dict[str, Any], path: Path) -> Path:
+    """Write a page to `path`, completely or not at all, and return `path`.
 
     Raises OSError if it cannot be written.
     """
-    data = page_data(histories)
-    scripts = {"CHARTS": "charts.js", "SCRIPT": "report.js"}
-    parts = {name: (HERE / file).read_text(encoding="utf-8") for name, file in scripts.items()}
-    text = fill_template(HERE / "template.html", data["title"], data, **parts)
-    replace_file(path, text.encode("utf-8", "replace"))
+    replace_file(path, page_text(data).encode("utf-8", "replace"))
     return path
+
+
+def page_text(data: dict[str, Any], nonce: str = "", live: str = "") -> str:
+    """Return the HTML page that shows `data`.
+
+    nonce: of its scripts, for a server's headers. live: JavaScript that gets the data later.
+    """
+    files = {"CHARTS": "charts.js", "SCRIPT": "report.js"}
+    parts = {name: (HERE / file).read_text(encoding="utf-8") for name, file in files.items()}
+    return fill_template(
+        HERE / "template.html", data["title"], data, NONCE=nonce, LIVE=live, **parts
+    )
 
 
 def try_report(history: History, say: Say) -> None:
     """Update the report in the folder of a run. A failure prints one line and stops nothing."""
     try:
         history.update()
-        write_report([history], history.folder / REPORT)
+        write_report(history, history.folder / REPORT)
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         say(f"note: {REPORT} was not updated ({type(error).__name__}: {reason})")
@@ -85,21 +105,16 @@ def fill_template(template: Path, title: str, data: Any, **parts: str) -> str:
     return re.sub(pattern, lambda match: values[match[1]], template.read_text(encoding="utf-8"))
 
 
-def page_data(histories: Sequence[History]) -> dict[str, Any]:
+def page_data(history: History) -> dict[str, Any]:
     """Return all that report.js shows. A part that is empty or missing is left out of the page."""
-    data = {
-        "title": " + ".join(history.name for history in histories),
-        "runs": [curves(history) for history in histories],
-        "events": events(histories),
-        "samples": samples(histories),
-    }
-    if len(histories) > 1:
-        return {**data, "comparison": comparison(histories), "differences": differences(histories)}
-    (history,) = histories
-    start = history.starts[-1]["start"] if history.starts else {}
+    start = newest_start(history)
     return {
-        **data,
+        "title": history.name,
+        "runs": [curves(history)],
+        "events": events(history),
+        "samples": samples(history),
         "status": status(history),
+        "about": about(history),
         "headlines": headlines(history),
         "passage": passage(history),
         "commands": commands(history),
@@ -109,16 +124,52 @@ def page_data(histories: Sequence[History]) -> dict[str, Any]:
     }
 
 
+def newest_start(history: History) -> Entry:
+    """Return what the newest process logged about its data and machine."""
+    return history.starts[-1]["start"] if history.starts else {}
+
+
 # Headline numbers
 
 
 def status(history: History) -> str:
-    steps, last = history.max_steps, history.last_step
-    done = last >= steps
-    state = "all steps done" if done else f"{last / steps:.0%}"
-    later = "" if done else "; updated at every evaluation (reload the page)"
-    written = time.strftime("%Y-%m-%d %H:%M")
-    return f"step {last:,} of {steps:,}, {state}; written {written}{later}"
+    """Return the state, the step and the time of the last entry in one line."""
+    steps, last, state = history.max_steps, history.last_step, history.state
+    parts = [history.ended if state == "failed" and history.ended else state]
+    parts.append(f"step {last:,} of {steps:,}" + (f" ({last / steps:.0%})" if last < steps else ""))
+    if state == "running" and 0 < last < steps:
+        seconds = (history.training.last or {}).get("seconds", 0.0)
+        parts.append(f"{clock_text(seconds / last * (steps - last))} of training left")
+    if history.last_time:
+        parts.append(f"last entry {minute_text(history.last_time)}")
+    return ", ".join(parts)
+
+
+def minute_text(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def about(history: History) -> list[list[str]]:
+    """Return what is trained, on what, and where: rows of name and text."""
+    config, start = history.config, newest_start(history)
+    model, data, machine = config.model, start.get("data", {}), start.get("environment", {})
+    shape = [f"{model.n_layers} layers of width {model.d_model}"]
+    shape.append(f"context {model.context_length:,}")
+    text = [str(data.get("source", config.data.source))]
+    text.append(f"tokenizer {data.get('tokenizer', config.data.tokenizer)}")
+    device = [str(machine.get("device", config.run.device)), config.run.dtype]
+    if is_whole(count := machine.get("parameters")):
+        shape.insert(0, f"{short(count)} parameters")
+    if is_whole(count := data.get("tokens to train")):
+        text.insert(1, f"{short(count)} tokens")
+    if is_whole(count := machine.get("ranks")) and count > 1:
+        device.append(f"{count} ranks")
+    rows = {"model": shape, "data": text, "device": device}
+    return [[name, ", ".join(parts)] for name, parts in rows.items()]
+
+
+def is_whole(value: Any) -> bool:
+    return type(value) is int
 
 
 def headlines(history: History) -> dict[str, str]:
@@ -136,15 +187,6 @@ def headlines(history: History) -> dict[str, str]:
     }
 
 
-def comparison(histories: Sequence[History]) -> list[list[str]]:
-    """Return a row of headline numbers per run, below the titles."""
-    rows = [["run", *headlines(histories[0]), "steps"]]
-    for history in histories:
-        steps = f"{history.last_step:,} of {history.max_steps:,}"
-        rows.append([history.name, *headlines(history).values(), steps])
-    return rows
-
-
 def decimals(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
@@ -154,9 +196,10 @@ def decimals(value: float | None) -> str:
 
 def curves(history: History) -> dict[str, Any]:
     """Return the columns that the charts draw, and the events they mark."""
-    training = [{**entry, "smoothed": mean} for entry, mean in history.training.curve()]
+    training = [{**entry, "mean": mean} for entry, mean in history.training.curve()]
     return {
         "name": history.name,
+        "bytes_per_token": newest_start(history).get("data", {}).get("bytes per token"),
         "training": columns(training, TRAINING),
         "validation": columns(history.validation.entries, VALIDATION),
         "marks": marks(history),
@@ -199,36 +242,33 @@ def marks(history: History) -> list[dict[str, Any]]:
 # Below the charts
 
 
-def events(histories: Sequence[History]) -> list[list[str]]:
-    """Return rows of starts, resumes and warnings in order of time: run, step, time, event."""
+def events(history: History) -> list[list[str]]:
+    """Return rows of starts, ends and warnings in order of time: step, time, event."""
     rows = []
-    for history in histories:
-        for entry in sorted([*history.starts, *history.notes], key=lambda e: e.get("time", 0)):
-            first = entry.get("attempt", 1) == 1
-            event = entry.get("note") or ("started" if first else "resumed")
-            clock = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.get("time", 0)))
-            rows.append([history.name, f"{entry['step']:,}", clock, event])
-        for former, later in zip(history.starts, history.starts[1:], strict=False):
-            if (between := later["attempt"] - former["attempt"] - 1) > 0:
-                rows.append([history.name, "", "", f"{between:,} more starts are not listed"])
+    found = [*history.starts, *history.notes, *history.ends]
+    for entry in sorted(found, key=lambda entry: entry.get("time", 0)):
+        first = entry.get("attempt", 1) == 1
+        event = entry.get("note") or entry.get("end") or ("started" if first else "resumed")
+        rows.append([f"{entry['step']:,}", minute_text(entry.get("time", 0)), event])
+    for former, later in zip(history.starts, history.starts[1:], strict=False):
+        if (between := later["attempt"] - former["attempt"] - 1) > 0:
+            rows.append(["", "", f"{between:,} more starts are not listed"])
     return rows
 
 
-def samples(histories: Sequence[History]) -> list[dict[str, str]]:
-    """Return one run's samples, newest first; of several runs the latest of each."""
-    if len(histories) > 1:
-        shown = [(run.name, run.snapshots[-1]) for run in histories if run.snapshots]
-    else:
-        losses = {entry["step"]: entry["val_loss"] for entry in histories[0].validation.entries}
-        shown = []
-        for entry in reversed(histories[0].snapshots):
-            loss = losses.get(entry["step"])
-            name = f"step {entry['step']:,}" + ("" if loss is None else f", loss {loss:.3f}")
-            shown.append((name, entry))
-    return [
-        {"name": name, "prompt": entry.get("prompt", ""), "text": entry.get("sample", "")}
-        for name, entry in shown
-    ]
+def samples(history: History) -> list[dict[str, str]]:
+    """Return the samples, newest first."""
+    losses = {entry["step"]: entry["val_loss"] for entry in history.validation.entries}
+    found = []
+    for entry in reversed(history.snapshots):
+        loss = losses.get(entry["step"])
+        name = f"step {entry['step']:,}" + ("" if loss is None else f", loss {loss:.3f}")
+        found.append(sample(name, entry))
+    return found
+
+
+def sample(name: str, entry: Entry) -> dict[str, str]:
+    return {"name": name, "prompt": entry.get("prompt", ""), "text": entry.get("sample", "")}
 
 
 def passage(history: History) -> dict[str, Any]:
@@ -245,14 +285,19 @@ def passage(history: History) -> dict[str, Any]:
 
 def commands(history: History) -> list[tuple[str, str]]:
     """Return (purpose, command) pairs."""
-    run = shlex.quote(str(history.folder))
+    run, parent = shlex.quote(str(history.folder)), shlex.quote(str(history.folder.parent))
     prompt = history.config.log.sample_prompt
     option = f" --prompt {shlex.quote(prompt)}" if prompt else ""
-    start = history.starts[-1]["start"] if history.starts else {}
     return [
-        ("resume", start.get("command") or "python train.py CONFIG"),
+        ("resume", newest_start(history).get("command") or "python train.py CONFIG"),
         ("sample", f"python sample.py {run}{option}"),
+        ("try it in the playground", f"python -m tools.play {run}"),
+        ("see what each head attends to", f"python -m tools.attention {run}"),
         ("this report; add more runs to compare them", f"python -m tools.report {run}"),
+        (
+            "follow all runs of the folder while they train",
+            f"python -m tools.report {parent} --serve",
+        ),
     ]
 
 
@@ -273,16 +318,6 @@ def config_options(config: Config) -> dict[str, list[dict[str, Any]]]:
             }
         )
     return sections
-
-
-def differences(histories: Sequence[History]) -> list[list[str]]:
-    """Return a row for each option in which the runs differ, below the titles."""
-    rows = [["option", *(history.name for history in histories)]]
-    for option in OPTIONS.values():
-        values = [getattr(getattr(h.config, option.section), option.name) for h in histories]
-        if any(value != values[0] for value in values):
-            rows.append([option.full_name, *map(shown_value, values)])
-    return rows
 
 
 def shown_value(value: Any) -> str:

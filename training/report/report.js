@@ -1,9 +1,23 @@
-// Fills the page from its data: text, tables, buttons and the scored passage.
+// Fills the page from its data: text, tables, buttons and the scored passage. `show` may be called
+// again with what has changed.
 
 const data = JSON.parse(document.getElementById("page-data").textContent);
 const byId = (id) => document.getElementById(id);
 const percent = (share) => (share < 0.001 ? "< 0.1%" : `${(100 * share).toFixed(1)}%`);
-const single = data.runs.length === 1;
+const isSingle = () => data.runs.length === 1;
+let choose = null; // of a live page: choose(names) of the runs to show
+
+const TERMS = {
+  MFU: "Model FLOPs utilization: the share of the hardware's peak FLOP/s that training uses.",
+  "bits per byte": "The loss per byte of text, in bits. Unlike the loss per token, it can be "
+    + "compared between tokenizers.",
+  "validation loss": "Mean loss per token, in nats, on text that is not trained on.",
+  "training loss": "Loss per token, in nats, of the last logged step.",
+  "tokens per second": "Average since the logged step before, without evaluations and saving.",
+  "training time": "Time spent in steps, without evaluations, saving and pauses.",
+  wsd: "Warmup, stable, decay: the learning rate rises, stays constant, and falls at the end.",
+  cosine: "After warmup, the learning rate falls along half a cosine.",
+};
 
 // An element with a class and children: nodes, or strings, which stay text.
 function make(tag, kind, ...children) {
@@ -11,6 +25,25 @@ function make(tag, kind, ...children) {
   if (kind) node.className = kind;
   node.append(...children);
   return node;
+}
+
+function makeButton(kind, ...children) {
+  const node = make("button", kind, ...children);
+  node.type = "button";
+  return node;
+}
+
+// A button that explains something when it is pointed at, focused or tapped.
+function hint(text, ...label) {
+  const node = makeButton(label.length ? "hint text" : "hint", ...(label.length ? label : ["?"]));
+  node.dataset.hint = text;
+  return node;
+}
+
+// A label, followed by the explanation of the first term in it.
+function explained(label) {
+  const term = Object.keys(TERMS).find((name) => label.includes(name));
+  return term ? [label, " ", hint(TERMS[term])] : [label];
 }
 
 function table(rows, head = []) {
@@ -21,7 +54,7 @@ function table(rows, head = []) {
 // Fill the last element of a section, and show the section, if there is anything to show.
 function section(id, nodes) {
   byId(id).hidden = !nodes.length;
-  byId(id).lastElementChild.append(...nodes);
+  byId(id).lastElementChild.replaceChildren(...nodes);
 }
 
 function key(kind, color, text) {
@@ -32,22 +65,87 @@ function key(kind, color, text) {
 
 function legend() {
   const of = (run, rows) => color(run, rows, data.runs.length);
-  const keys = single
+  const keys = isSingle()
     ? [key("", of(0, "training"), "training, smoothed"),
       key("thin", of(0, "training"), "as logged"),
       key("", of(0, "validation"), "validation")]
     : [...data.runs.map((run, i) => key("", of(i, "training"), run.name)),
-      key("thin", "var(--soft)", "training; dots: validation")];
+      key("", "var(--soft)", "training, smoothed"), key("thin", "var(--soft)", "as logged"),
+      key("dashed", "var(--soft)", "validation (hollow dots)")];
   const marks = data.runs.flatMap((run) => run.marks.map((mark) => mark.kind));
   for (const kind of ["resumed", "warning"]) {
-    if (marks.includes(kind)) keys.push(key("dashed", `var(--${kind})`, kind));
+    const shade = isSingle() ? `var(--${kind})` : "var(--soft)";
+    const text = isSingle() ? kind : `${kind} (color of its run)`;
+    if (marks.includes(kind)) keys.push(key("dotted", shade, text));
   }
   return keys;
 }
 
-function comparison([head, ...rows]) {
-  const keyOf = (name, i) => key("", color(i, "training", rows.length), name);
-  return table(rows.map(([name, ...cells], i) => [keyOf(name, i), ...cells]), head);
+// The curves. The unit of the loss is chosen when other runs are shown, and kept when rows arrive.
+function showRuns(runs) {
+  const names = JSON.stringify(runs.map((run) => run.name));
+  byId("chosen").hidden = !choose || !isSingle();
+  byId("chosen").textContent = runs[0]?.name ?? "";
+  if (names !== showRuns.names) {
+    showRuns.names = names;
+    press(document.querySelector(`button[data-unit="${data.unit ?? "loss"}"]`));
+    setView({ zoom: null });
+  }
+  byId("legend").replaceChildren(...legend());
+  showCharts(byId("charts"), runs);
+}
+
+// The table of runs: a header sorts, up and then down; a live page chooses runs in it.
+const order = { column: null, sign: 1 };
+
+function showTable({ columns, rows }) {
+  const names = ["run", "state", ...columns];
+  const value = (row) => ({ run: row.name, state: row.state })[order.column]
+    ?? row.cells[columns.indexOf(order.column)][1];
+  const sorted = [...rows];
+  if (order.column !== null) {
+    sorted.sort((a, b) => {
+      const [x, y] = [value(a), value(b)];
+      if (x === null || y === null) return (x === null) - (y === null); // unknown comes last
+      return order.sign * (x < y ? -1 : Number(x > y));
+    });
+  }
+  const head = names.map((name) => {
+    const button = makeButton("sort", name);
+    button.addEventListener("click", () => {
+      order.sign = order.column === name ? -order.sign : 1;
+      order.column = name;
+      showTable(data.table);
+      [...byId("table").querySelectorAll("th button")].find((b) => b.textContent === name).focus();
+    });
+    const cell = make("th", "", button);
+    if (name === order.column) cell.ariaSort = order.sign > 0 ? "ascending" : "descending";
+    return cell;
+  });
+  const lines = sorted.map((row) => {
+    const cells = [runName(row.name), make("span", `state ${row.state}`, row.state),
+      ...row.cells.map(([text]) => text)].map((cell) => make("td", "", cell));
+    cells.forEach((cell, i) => (cell.dataset.label = names[i]));
+    return make("tr", "", ...cells);
+  });
+  section("table", rows.length ? [make("table", "runs", make("tr", "", ...head), ...lines)] : []);
+}
+
+// A run in the table: its color if it is shown; in a live page a box to compare it, and its name
+// to show it alone.
+function runName(name) {
+  const shown = data.runs.map((run) => run.name), i = shown.indexOf(name);
+  const own = i < 0 ? "transparent" : color(i, "training", shown.length);
+  if (!choose) return key("", own, name);
+  const box = make("input", "");
+  Object.assign(box, { type: "checkbox", checked: i >= 0, ariaLabel: `show ${name}` });
+  box.addEventListener("change", () => {
+    const others = shown.filter((other) => other !== name);
+    choose(box.checked ? [...others, name] : others);
+  });
+  const alone = makeButton("link", name);
+  alone.addEventListener("click", () => choose([name]));
+  return make("span", "", box, key("", own, alone));
 }
 
 function sample({ name, prompt, text }) {
@@ -55,26 +153,71 @@ function sample({ name, prompt, text }) {
   return make("div", "card", make("b", "", name), make("pre", "", make("mark", "", prompt), rest));
 }
 
+function showSamples(samples) {
+  byId("samples").querySelector("h2 span").textContent =
+    isSingle() ? "Samples (same prompt, newest first)" : "Latest sample of each run";
+  section("samples", samples.map(sample));
+  fade(byId("samples").lastElementChild);
+}
+
+function showEvents(rows) {
+  const head = [...(isSingle() ? [] : ["run"]), "step", "time", "event"];
+  const shown = rows.length > data.runs.length; // more than that each has started
+  section("events", shown ? [table(rows, head)] : []);
+}
+
+function command([name, text]) {
+  const button = makeButton("copy", "copy");
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "copied";
+    } catch { // not allowed here: select it, for the keyboard
+      getSelection().selectAllChildren(button.parentElement.querySelector("pre"));
+      button.textContent = "selected";
+    }
+    setTimeout(() => (button.textContent = "copy"), 1500);
+  });
+  return make("div", "command", name, make("pre", "", text), button);
+}
+
 function configSection([name, options]) {
   const rows = options.map((option) => {
-    const cells = [option.name, option.value, option.default].map((text) => make("td", "", text));
-    const row = make("tr", option.changed ? "changed" : "same", ...cells);
-    row.title = option.help;
-    return row;
+    const value = [option.value, ...(TERMS[option.value] ? [" ", hint(TERMS[option.value])] : [])];
+    const cells = [[hint(option.help, option.name)], value, [option.default]];
+    const kind = option.changed ? "changed" : "same";
+    return make("tr", kind, ...cells.map((cell) => make("td", "", ...cell)));
   });
   const head = [name, "", "default"].map((text) => make("th", "", text));
-  return make("table", "", make("tr", "", ...head), ...rows);
+  const kind = options.some((option) => option.changed) ? "" : "same";
+  return make("table", kind, make("tr", "", ...head), ...rows);
 }
 
 // The scored passage at the evaluation that the slider selects.
-function startPassage({ worst, snapshots }) {
+const passage = { worst: 1, snapshots: [] };
+
+function showPassage(changed) {
+  const slider = byId("evaluation"), last = passage.snapshots.length - 1;
+  const follows = Number(slider.value) >= last; // at the newest: stays there
+  Object.assign(passage, changed);
+  const { worst, snapshots } = passage;
+  byId("validation").hidden = !snapshots.length;
+  if (!snapshots.length) return;
+  slider.max = snapshots.length - 1;
+  if (follows) slider.value = slider.max;
+  slider.hidden = snapshots.length === 1;
+  byId("worst").textContent = `${worst.toFixed(1)} nats = ln V (uniform guess)`;
+  slider.dispatchEvent(new Event("input"));
+}
+
+function startPassage() {
   const place = byId("passage"), slider = byId("evaluation"), box = byId("token");
   let current = null; // index of the token that is explained
 
-  const tokens = () => snapshots[slider.value].tokens;
+  const tokens = () => passage.snapshots[slider.value].tokens;
 
-  function show() {
-    byId("passage-step").textContent = snapshots[slider.value].title;
+  function showTokens() {
+    byId("passage-step").textContent = passage.snapshots[slider.value].title;
     place.replaceChildren(...tokens().map(tokenSpan));
     if (current !== null) explain(Math.min(current, tokens().length - 1));
   }
@@ -83,7 +226,8 @@ function startPassage({ worst, snapshots }) {
     const end = text.match(/\n*$/)[0]; // a line end gets a visible sign
     const span = make("span", "", text.slice(0, text.length - end.length));
     if (end) span.append(make("i", "sign", "\u21b5"), end);
-    span.style.background = `rgb(var(--heat), ${(0.85 * Math.min(1, loss / worst)).toFixed(3)})`;
+    const heat = 0.85 * Math.min(1, loss / passage.worst);
+    span.style.background = `rgb(var(--heat), ${heat.toFixed(3)})`;
     span.dataset.index = index;
     return span;
   }
@@ -125,12 +269,7 @@ function startPassage({ worst, snapshots }) {
     event.preventDefault();
     explain(Math.max(0, Math.min(place.children.length - 1, (current ?? -by) + by)));
   });
-  slider.addEventListener("input", show);
-  slider.max = slider.value = snapshots.length - 1;
-  slider.hidden = snapshots.length === 1;
-  byId("worst").textContent = `${worst.toFixed(1)} nats = ln V (uniform guess)`;
-  byId("validation").hidden = false;
-  show();
+  slider.addEventListener("input", showTokens);
 }
 
 // Buttons of a group: one is pressed.
@@ -138,9 +277,10 @@ function press(button) {
   for (const other of button.parentElement.children) {
     other.setAttribute("aria-pressed", String(other === button));
   }
-  const { axis, scale } = button.dataset;
+  const { axis, scale, unit } = button.dataset;
   if (axis) setView({ axis, zoom: null });
   if (scale) setView({ scale });
+  if (unit) setView({ unit });
 }
 
 function startButtons() {
@@ -150,34 +290,96 @@ function startButtons() {
   }
   byId("reset").addEventListener("click", () => setView({ zoom: null }));
   byId("save").addEventListener("click", () => charts[0].save());
-  byId("changes-only").addEventListener("change", (event) => {
-    document.body.classList.toggle("changes-only", event.target.checked);
+  byId("smoothing").addEventListener("input", (event) =>
+    setView({ smoothing: event.target.value / 100 }));
+  byId("all-options").addEventListener("change", (event) => {
+    document.body.classList.toggle("all-options", event.target.checked);
   });
-}
-
-function start() {
-  startButtons();
-  byId("status").textContent = data.status ?? "";
-  byId("headlines").append(...Object.entries(data.headlines ?? {}).map(([label, value]) =>
-    make("div", "tile", make("b", "", value), make("span", "", label))));
-  if (data.comparison) byId("comparison").append(comparison(data.comparison));
-  byId("legend").append(...legend());
-  startCharts(byId("charts"), data.runs);
-  const events = data.events.map((row) => (single ? row.slice(1) : row));
-  const head = ["run", "step", "time", "event"].slice(Number(single));
-  section("events", events.length ? [table(events, head)] : []);
-  byId("samples").firstElementChild.textContent =
-    single ? "Samples (same prompt, newest first)" : "Latest sample of each run";
-  section("samples", data.samples.map(sample));
-  if (data.passage?.snapshots.length) startPassage(data.passage);
-  section("commands", (data.commands ?? []).map(([name, text]) =>
-    make("div", "command", name, make("pre", "", text))));
-  section("config", Object.entries(data.config ?? {}).map(configSection));
-  const [titles, ...rows] = data.differences ?? [];
-  if (titles) section("differences", [table(rows, titles)]);
-  for (const id of ["data", "environment"]) {
-    section(id, data[id]?.length ? [table(data[id])] : []);
+  for (const button of document.querySelectorAll("button.scroll")) {
+    const cards = byId("samples").lastElementChild;
+    button.addEventListener("click", () =>
+      cards.scrollBy({ left: button.dataset.by * 0.8 * cards.clientWidth, behavior: "smooth" }));
   }
 }
 
-start();
+// Fade the sides of an element that can be scrolled to.
+function fade(node) {
+  const left = node.scrollLeft > 2;
+  const right = node.scrollLeft + node.clientWidth < node.scrollWidth - 2;
+  node.dataset.more = `${left ? "left" : ""} ${right ? "right" : ""}`.trim();
+  for (const button of node.parentElement.querySelectorAll("button.scroll")) {
+    button.hidden = !left && !right;
+    button.disabled = button.dataset.by < 0 ? !left : !right;
+  }
+}
+
+function startFading() {
+  for (const node of document.querySelectorAll(".cards, .wide")) {
+    node.addEventListener("scroll", () => fade(node));
+    new ResizeObserver(() => fade(node)).observe(node);
+  }
+}
+
+function startHints() {
+  const box = byId("hint");
+  let current = null; // the button that is explained
+  const hide = () => (box.hidden = true);
+  const of = (event) => event.target.closest?.("[data-hint]");
+  function explain(event) {
+    const button = of(event);
+    if (!button) return event.type === "click" && hide();
+    current = button;
+    box.textContent = button.dataset.hint;
+    box.hidden = false;
+    button.setAttribute("aria-describedby", "hint");
+    const at = button.getBoundingClientRect();
+    const left = Math.min(at.left, document.documentElement.clientWidth - box.offsetWidth - 8);
+    box.style.left = `${Math.max(8, left) + scrollX}px`;
+    box.style.top = `${at.bottom + scrollY + 4}px`;
+  }
+  for (const type of ["pointerover", "focusin", "click"]) document.addEventListener(type, explain);
+  for (const type of ["pointerout", "focusout"]) {
+    document.addEventListener(type, (event) => of(event) === current && hide());
+  }
+  document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
+}
+
+// How each part of the data is shown; later parts may look at earlier ones in `data`.
+const PARTS = {
+  runs: showRuns,
+  table: (found) => showTable(found ?? { columns: [], rows: [] }),
+  status: (text = "") => (byId("status").textContent = text),
+  about: (rows = []) => byId("about").replaceChildren(...rows.map(([name, text]) =>
+    make("div", "", make("dt", "", name), make("dd", "", text)))),
+  headlines: (found = {}) => byId("headlines").replaceChildren(
+    ...Object.entries(found).map(([label, value]) =>
+      make("div", "tile", make("b", "", value), make("span", "", ...explained(label))))),
+  events: (rows) => showEvents(rows ?? []),
+  samples: (found) => showSamples(found ?? []),
+  passage: (found) => showPassage(found ?? { snapshots: [] }),
+  commands: (found = []) => section("commands", [...attentionLink(), ...found.map(command)]),
+  config: (found = {}) => section("config", Object.entries(found).map(configSection)),
+  differences: ([titles, ...rows] = []) =>
+    section("differences", rows.length ? [table(rows, titles)] : []),
+  data: (rows = []) => section("data", rows.length ? [table(rows)] : []),
+  environment: (rows = []) => section("environment", rows.length ? [table(rows)] : []),
+};
+
+function attentionLink() {
+  if (!data.attention) return [];
+  const link = make("a", "", "what each head attends to");
+  link.href = data.attention;
+  return [make("p", "", link)];
+}
+
+// Show the parts that have changed: {part: new data}.
+function show(changes) {
+  Object.assign(data, changes);
+  for (const [name, fill] of Object.entries(PARTS)) if (name in changes) fill(changes[name]);
+}
+
+startButtons();
+startHints();
+startPassage();
+startFading();
+if (data.runs) show(data);
