@@ -37,6 +37,8 @@ class SampleOptions:
 
     prompt: Annotated[str, "text to continue; default: the start of a document"] = ""
     prompt_file: Annotated[str, "read the prompt from this file (UTF-8); -: standard input"] = ""
+    chat: Annotated[bool, "hold a conversation; piped lines are answered one by one"] = False
+    system: Annotated[str, "system message of the conversation"] = ""
     special: Annotated[bool, "parse special tokens in the prompt, such as <|endoftext|>"] = False
     num_samples: Annotated[int, "number of samples, generated as one batch"] = 1
     seed: Annotated[int, "random seed"] = 1
@@ -56,6 +58,12 @@ class SampleOptions:
         found = out_of_range("", self, rules)
         if self.prompt and self.prompt_file:
             found.append("prompt and prompt_file are both given: keep one")
+        if self.system and not self.chat:
+            found.append("system has an effect only with --chat")
+        default = SampleOptions()
+        for name in ("prompt", "prompt_file", "special", "num_samples", "ignore_eot", "stream"):
+            if self.chat and getattr(self, name) != getattr(default, name):
+                found.append(f"{name} has no effect with --chat: remove it")
         if "" in self.stop:
             found.append("stop is empty: give the text to stop at")
         return found
@@ -85,7 +93,14 @@ def main(argv: list[str]) -> int:
     model, tokenizer = load(run, options.which, device=options.device)
     device = model.head_weight.device.type
     with Precision(getattr(torch, options.dtype), device).autocast():
-        write_samples(model, tokenizer, prompt, options, settings)
+        if options.chat:
+            from training.chat import Conversation, converse
+
+            stop, seed = options.stop, options.seed
+            talk = Conversation(model, tokenizer, options.system, seed=seed, stop=stop)
+            converse(talk, settings)
+        else:
+            write_samples(model, tokenizer, prompt, options, settings)
     return 0
 
 
@@ -94,6 +109,8 @@ def with_prompt(options: SampleOptions, prompt: str) -> SampleOptions:
 
     Raises ConfigError if there is another one.
     """
+    if options.chat:
+        raise ConfigError(f"unexpected argument {prompt!r}: with --chat, type it when asked")
     if options.prompt or options.prompt_file:
         raise ConfigError(f"the prompt is given twice, as {prompt!r} and as an option: keep one")
     return replace(options, prompt=prompt)

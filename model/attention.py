@@ -234,6 +234,10 @@ class KVCache:
         """Count T more positions as filled, after every layer has appended its own."""
         self.length += T
 
+    def truncate(self, length: int) -> None:
+        """Forget what comes after the first `length` positions, but keep the memory."""
+        self.length = min(self.length, length)
+
     def clear(self) -> None:
         """Forget everything, but keep the memory."""
         self.length = 0

@@ -73,6 +73,7 @@ def generate_with_logits(
     never: Sequence[int] = (),
     first_ids: Sequence[int] = (),
     use_cache: bool = True,
+    cache: KVCache | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the next ids (B,) and their logits (B, V), until max_new_tokens or all rows stopped.
 
@@ -81,6 +82,7 @@ def generate_with_logits(
     stop_ids: ids that end a text. A row that has drawn one is finished and keeps yielding it.
     never: ids that are never drawn, such as those that belong to no token.
     first_ids: if given, the first id is one of these.
+    cache: one that holds some first ids of the prompt, and has room for all; default: a new one.
     use_cache: False computes every step from scratch: the same ids, slower; for tests.
 
     When the window would exceed the context, the last half of the context is kept and encoded again
@@ -90,10 +92,7 @@ def generate_with_logits(
     Dropout is off while an id is computed; the model's mode is restored before each yield.
     Raises ValueError for settings with problems, and for a prompt that is empty or not (B, P).
     """
-    if problems := settings.problems():
-        raise ValueError("\n".join(problems))
-    if prompt.dim() != 2 or prompt.shape[1] < 1:
-        raise ValueError(f"prompt: shape {tuple(prompt.shape)}; expected (B, P) with P >= 1")
+    _check(prompt, settings)
     context = model.config.context_length
     window = prompt[:, -context:]
     seen = _seen(prompt, model.config.vocab_size) if settings.repetition_penalty != 1.0 else None
@@ -101,7 +100,8 @@ def generate_with_logits(
     stops = torch.tensor(list(stop_ids), dtype=torch.int64, device=prompt.device)
     # No more than is needed: a pretrained model's whole context may take tens of GB.
     capacity = min(context, window.shape[1] + settings.max_new_tokens)
-    cache = KVCache(model.config.n_layers, capacity) if use_cache else None
+    if cache is None and use_cache:
+        cache = KVCache(model.config.n_layers, capacity)
     for step in range(settings.max_new_tokens):
         # Faster than no_grad: operations skip all of autograd's bookkeeping.
         with torch.inference_mode(), inference(model):
@@ -123,6 +123,13 @@ def generate_with_logits(
         yield ids.clone(), logits.clone()  # ordinary tensors again, which may be modified
         if len(stops) and bool(stopped.all()):
             return
+
+
+def _check(prompt: Tensor, settings: SamplingConfig) -> None:
+    if problems := settings.problems():
+        raise ValueError("\n".join(problems))
+    if prompt.dim() != 2 or prompt.shape[1] < 1:
+        raise ValueError(f"prompt: shape {tuple(prompt.shape)}; expected (B, P) with P >= 1")
 
 
 def _allowed(logits: Tensor, never: Sequence[int], ids: Sequence[int]) -> Tensor:
