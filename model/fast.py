@@ -117,8 +117,9 @@ class RMSNormFunction(Function):
         x, and subtracts s mean(g w) from dx. So call it with a mean of 0, and add that term back.
         """
         x, weight, scale = ctx.saved_tensors
+        wanted = [True, ctx.needs_input_grad[1], False]  # no gradient of a frozen weight
         dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None, [True, True, False]
+            grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None, wanted
         )
         mean = (grad @ weight).unsqueeze(-1) / x.shape[-1]  # (..., 1)
         return dx.add_(scale * mean), dweight, None
@@ -156,8 +157,8 @@ class ChunkedLossFunction(Function):
     @staticmethod
     def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
         """dtype: of the products. The gradient of head is summed in head's own dtype."""
-        weight = head.to(dtype)
-        dx, dhead, losses = torch.empty_like(x), torch.zeros_like(head), []
+        weight, trains = head.to(dtype), ctx.needs_input_grad[1]
+        dx, dhead, losses = torch.empty_like(x), torch.zeros_like(head) if trains else None, []
         for start in range(0, len(x), loss.CHUNK_TOKENS):
             n = slice(start, start + loss.CHUNK_TOKENS)
             rows, index = x[n].to(dtype), targets[n][:, None]  # (n, C), (n, 1)
@@ -167,9 +168,9 @@ class ChunkedLossFunction(Function):
             dlogits = dlogits.to(dtype)
             dx[n] = (dlogits @ weight) * counts
             rows = rows * counts  # (n, C): a smaller product than that of (n, V)
-            if dtype == head.dtype:
+            if trains and dtype == head.dtype:
                 dhead.addmm_(dlogits.t(), rows)
-            else:
+            elif trains:
                 dhead += dlogits.t() @ rows
             del dlogits  # before the next chunk's logits are made
         ctx.save_for_backward(dx, dhead)
@@ -179,7 +180,7 @@ class ChunkedLossFunction(Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dx, dhead = ctx.saved_tensors
-        return dx * grad, dhead * grad, None, None
+        return dx * grad, dhead if dhead is None else dhead * grad, None, None
 
 
 def _losses_and_gradients(x: Tensor, head: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -165,8 +165,8 @@ class GPT(nn.Module):
         C, V = config.d_model, config.vocab_size
         # The projections back into the residual stream start at zero: every block starts as the
         # identity, so the scale of the stream does not grow with depth. (GPT-2 has the same aim
-        # when it divides their std by sqrt(2 L).)
-        if name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
+        # when it divides their std by sqrt(2 L).) For lora_b see model/lora.py.
+        if name.endswith(("bias", "o_proj.weight", "down_proj.weight", "lora_b")):
             return torch.zeros(shape, dtype=torch.float32, device="cpu")
         if len(shape) == 1:  # a norm's weight
             return torch.ones(shape, dtype=torch.float32, device="cpu")
@@ -193,17 +193,30 @@ class GPT(nn.Module):
         """Return the number of parameters, each counted once (a tied head is the embedding)."""
         return sum(p.numel() for p in self.parameters())
 
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that are not frozen, by name: all, or LoRA's adapters alone."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
     def flops_per_token(self, T: int) -> int:
         """Return the floating-point operations per token, forward and backward, in a window of T.
 
-        6 per parameter of a matrix product: 2 forward and 4 backward. The head counts, tied or not;
-        an embedding lookup costs nothing. And 12 L (H D) T for the scores and the weighted sums of
-        attention, the causal half not deducted (Chowdhery et al. 2022, "PaLM", appendix B).
+        `matrix_flops` of each matrix. The head counts, tied or not; an embedding lookup costs
+        nothing. And 12 L (H D) T for the scores and the weighted sums of attention, the causal half
+        not deducted (Chowdhery et al. 2022, "PaLM", appendix B).
         """
         config = self.config
-        matrices = sum(p.numel() for p in self.layers.parameters() if p.dim() == 2)
-        matrices += config.vocab_size * config.d_model
-        return 6 * matrices + 12 * config.n_layers * config.n_heads * config.d_head * T
+        matrices = [p for p in self.layers.parameters() if p.dim() == 2]
+        products = sum(map(matrix_flops, [*matrices, self.head_weight]))
+        return products + 12 * config.n_layers * config.n_heads * config.d_head * T
+
+
+def matrix_flops(weight: Tensor) -> int:
+    """Return the FLOPs of a product with this matrix per token, forward and backward.
+
+    Per element 2 forward, 2 for the gradient of the input, and 2 for that of the weight unless it
+    is frozen.
+    """
+    return weight.numel() * (6 if weight.requires_grad else 4)
 
 
 class _WithoutDraws(TorchFunctionMode):

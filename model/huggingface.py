@@ -477,14 +477,14 @@ def is_folder(path: Path) -> bool:
 
 
 def conversion(path: Path) -> str:
-    """Return what a GGUF file or a LoRA adapter is, and the command that makes a folder of it that
+    """Return what a GGUF file or an adapter is, and the command that makes a folder of it that
     can be read; "" for anything else."""
     adapter = path / "adapter_config.json"
     gguf = [path] if path.suffix == ".gguf" and path.is_file() else sorted(path.glob("*.gguf"))
     if adapter.is_file():
-        base = str(_read_json(adapter).get("base_model_name_or_path"))
+        base = str(read_json(adapter).get("base_model_name_or_path"))
         here, new, base = map(json.dumps, (str(path), f"{path}-merged", base))
-        what = f"a LoRA adapter for {base}, without the model's own weights; to merge them"
+        what = f"an adapter for {base}, without the model's own weights; to merge them"
         code = (
             "from peft import AutoPeftModelForCausalLM; from transformers import AutoTokenizer; "
             f"AutoPeftModelForCausalLM.from_pretrained({here}).merge_and_unload()"
@@ -510,7 +510,7 @@ def read_config(path: Path) -> ModelConfig:
     Raises ConfigError naming the features that the model here does not have, or if there are no
     weights; DamagedFolder if the weights are smaller than the model.
     """
-    about = _read_json(path / "config.json")
+    about = read_json(path / "config.json")
     try:
         config = from_huggingface(about)
     except ConfigError as error:
@@ -544,7 +544,7 @@ def read_tensors(path: Path, config: ModelConfig) -> dict[str, Tensor]:
     Raises ConfigError listing the tensors that do not fit, DamagedFolder if the weights are
     truncated.
     """
-    name = _read_json(path / "config.json")["model_type"]
+    name = read_json(path / "config.json")["model_type"]
     family, tensors = FAMILIES[name], {}
     wanted = their_names(parameter_names(config), family)
     with _opened_weights(path, family) as found:
@@ -596,7 +596,7 @@ def _opened_weights(path: Path, family: Family) -> Iterator[dict[str, Any]]:
 def _weight_files(path: Path) -> list[str]:
     """Return the names of the files that hold the weights; if there are several, an index."""
     if (path / INDEX).is_file():
-        weight_map = _read_json(path / INDEX).get("weight_map")
+        weight_map = read_json(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise DamagedFolder(f"{path / INDEX}: weight_map does not map tensors to files")
         files = sorted(set(map(str, weight_map.values())))
@@ -614,7 +614,8 @@ def _weight_files(path: Path) -> list[str]:
     return [WEIGHTS]
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Read a JSON object. Raises ConfigError if the file is not one."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from model.attention import CausalSelfAttention, reference_attention
 from model.config import ModelConfig
-from model.gpt import GPT, Block, inference
+from model.gpt import GPT, Block, inference, matrix_flops
 
 PARTS = ("embedding", "positions", "attention", "mlp", "norms", "head")
 
@@ -65,7 +65,7 @@ def module_rows(model: GPT) -> Iterator[Row]:
             yield Row(1, name, _shape(module), *_cost(module, T))
     if c.tie_embeddings:
         shape = f"{c.vocab_size} x {c.d_model}"
-        yield Row(1, "head: the embedding's", shape, 0, 6 * c.vocab_size * c.d_model)
+        yield Row(1, "head: the embedding's", shape, 0, matrix_flops(model.head_weight))
 
 
 def _inner_rows(parent: nn.Module, depth: int, T: int) -> Iterator[Row]:
@@ -81,8 +81,9 @@ def _cost(module: nn.Module, T: int) -> tuple[int, int]:
     """Return (parameters, FLOPs per token) of a module and everything in it."""
     flops = 0
     for part in module.modules():
-        if isinstance(part, nn.Linear):  # 2 per weight in forward, 4 in backward
-            flops += 6 * part.weight.numel()
+        if isinstance(part, nn.Linear):
+            matrices = [p for p in part.parameters(recurse=False) if p.dim() == 2]
+            flops += sum(map(matrix_flops, matrices))
         elif isinstance(part, CausalSelfAttention):
             flops += _mixing(part, T)
     return sum(p.numel() for p in module.parameters()), flops

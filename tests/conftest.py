@@ -144,7 +144,7 @@ def browser() -> Iterator:
 # A test with one of these markers runs only on request. Then it must not be skipped silently for
 # lack of a browser, a GPU, a model or root.
 
-ASKED_FOR = ("faults", "pretrained", "browser", "gpu")
+ASKED_FOR = ("faults", "pretrained", "browser", "gpu", "peers")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -196,7 +196,7 @@ def test_weights_that_do_not_fit_are_listed():
     model = torch.nn.Linear(2, 3)
     tensors = {"weight": torch.zeros(3, 3), "bias": torch.zeros(3).half(), "more": torch.zeros(1)}
     with pytest.raises(ConfigError) as found:
-        load_model_tensors(model, tensors, "X")
+        load_model_tensors(dict(model.named_parameters()), tensors, "X")
     assert found.value.problems == [
         "X has an extra tensor 'more'",
         "X: bias is ((3,), torch.float16), the model's is ((3,), torch.float32)",

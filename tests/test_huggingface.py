@@ -30,8 +30,9 @@ from model.huggingface import (
 )
 from training.checkpoint import load_model_tensors
 from training.config import Config, from_json
+from training.inherit import inherit_model
 from training.metrics import read_metrics
-from training.weights import find_weights, inherit_model
+from training.weights import find_weights
 
 V, CONTEXT = 211, 256
 LLAMA3 = {
@@ -122,7 +123,7 @@ def read_folder(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
 def ours(folder: Path) -> GPT:
     config, tensors = read_folder(folder)
     model = GPT(config)
-    load_model_tensors(model, tensors, str(folder))
+    load_model_tensors(dict(model.named_parameters()), tensors, str(folder))
     return model.eval()
 
 
@@ -384,14 +385,15 @@ def test_pickled_weights_are_never_opened(theirs, tmp_path):
 # Folders of other kinds
 
 
-def test_an_adapter_is_told_with_the_command_that_merges_it(tmp_path):
-    adapter = {"base_model_name_or_path": "some/base", "peft_type": "LORA"}
+def test_an_adapter_of_another_kind_is_told_with_the_command_that_merges_it(tmp_path):
+    adapter = {"base_model_name_or_path": "some/base", "peft_type": "IA3"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError) as raised:
         find_weights(tmp_path)
     said = str(raised.value)
-    assert said.startswith(f'{tmp_path}: a LoRA adapter for "some/base"')
+    assert said.startswith(f'{tmp_path}/adapter_config.json: peft_type="IA3" is not supported')
+    assert 'This is an adapter for "some/base"' in said
     code = said[said.index("python -c '") + len("python -c '") : said.rindex("'")]
     compile(code, "hint", "exec")
     assert f'("{tmp_path}").merge_and_unload().save_pretrained("{tmp_path}-merged")' in code

@@ -90,7 +90,7 @@ def test_a_trial_holds_what_a_step_holds(monkeypatch, reduction, size, world, fo
             found.append(sum(slots))
             return super().forward(tokens, *args, **options)
 
-    monkeypatch.setattr(memory, "GPT", Watched)
+    monkeypatch.setattr("training.network.GPT", Watched)
     monkeypatch.setattr(torch, "zeros_like", lambda p: slots.append(p.numel()) or zeros(p))
     assert attempt(config, size, Ranks(world=world))
     assert gradients == [False, True][:forwards]

@@ -69,6 +69,9 @@ OTHER = {
         "data.global_batch": 64,
         "run.seed": 2,
         "run.init_from": "some/model",
+        "run.lora_rank": 8,
+        "run.lora_alpha": 4.0,
+        "run.base_hash": "0af1",
     },
     "content": {"data.source": "other.txt", "data.val_source": "val.txt"},
     "changed": {

@@ -69,9 +69,12 @@ def main(argv: list[str]) -> int:
             "--global_batch or --micro_batch"
         )
 
-    from model.inspect import meta_model
+    import torch
 
-    model = meta_model(config.model)
+    from training.network import new_network
+
+    with torch.device("meta"):  # shapes, but no values
+        model = new_network(config.model, replace(config.run, attention="sdpa"), seed=None)
     blocks = [
         head_lines(config, model, meta, [*notes, note] if note else notes),
         parameter_lines(config, model),
@@ -110,7 +113,7 @@ def with_weights(config: Config) -> tuple[Config, list[str]]:
     source = config.run.init_from
     if source and not Path(source).exists():
         return config, [f"run.init_from={source}: not here; the shape is the config's"]
-    from training.weights import inherit_model
+    from training.inherit import inherit_model
 
     notes: list[str] = []
     return inherit_model(config, notes.append), notes
@@ -207,9 +210,12 @@ def parameter_lines(config: Config, model: GPT) -> list[str]:
             lines.append(f"  {name:<12}{count:>16,}{count / total:>8.1%}")
     flops = model.flops_per_token(config.model.context_length)
     run = flops * run_tokens(config)
+    lines.append(f"  {'total':<12}{total:>16,}")
+    if config.run.lora_rank:
+        trained = sum(p.numel() for p in model.trained_parameters().values())
+        lines.append(f"  {'trained':<12}{trained:>16,}{trained / total:>8.1%}  (LoRA)")
     return [
         *lines,
-        f"  {'total':<12}{total:>16,}",
         f"FLOPs: {flops:,} per token, forward and backward; {run:.3g} for the run",
     ]
 

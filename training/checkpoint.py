@@ -28,6 +28,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from cli.command import Say
 from cli.files import (
@@ -315,6 +316,9 @@ class Checkpoint:
         heads = 2 * (c.n_heads + c.n_kv_heads) * c.d_head  # q, o, k and v
         block = c.d_model * (heads + 2 * c.d_mlp)  # at least: an MLP may have a gate
         at_least = 4 * (c.vocab_size * c.d_model + c.n_layers * block)
+        if config.run.lora_rank:  # only adapters: inputs and outputs of the same matrices
+            block = config.run.lora_rank * (6 * c.d_model + heads + 2 * c.d_mlp)
+            at_least = 4 * c.n_layers * block
         size = (self.path / MODEL).stat().st_size
         if at_least > size:
             raise DamagedCheckpoint(
@@ -569,9 +573,8 @@ def find_checkpoint(run: Path, which: str = "") -> Checkpoint:
     )
 
 
-def load_model_tensors(model: torch.nn.Module, tensors: dict[str, Tensor], source: str) -> None:
-    """Copy tensors into the model. Raises ConfigError listing every mismatch."""
-    own = dict(model.named_parameters())  # a tied parameter appears once
+def load_model_tensors(own: dict[str, Parameter], tensors: dict[str, Tensor], source: str) -> None:
+    """Copy tensors into parameters of the same names. Raises ConfigError listing every mismatch."""
     problems = [f"{source} has no tensor {name}" for name in own.keys() - tensors.keys()]
     problems += [f"{source} has an extra tensor {name!r}" for name in tensors.keys() - own.keys()]
     for name in own.keys() & tensors.keys():

@@ -160,6 +160,15 @@ class RunConfig:
         "start from these weights: a run, checkpoint, Hugging Face folder or hub:OWNER/NAME",
         "fixed",
     ] = ""
+    lora_rank: Annotated[
+        int, "train LoRA adapters of this rank beside the weights of init_from; 0: off", "fixed"
+    ] = 0
+    lora_alpha: Annotated[
+        float, "LoRA: the adapters' part is multiplied by lora_alpha / lora_rank", "fixed"
+    ] = 16.0
+    base_hash: Annotated[
+        str, "SHA-256 that the weights of init_from must have; recorded with lora_rank", "fixed"
+    ] = ""
     resume: Annotated[
         Literal["auto", "changed"],
         "auto: resume if out_dir holds a run; changed: also with changed values",
@@ -176,7 +185,8 @@ class RunConfig:
         rules = {
             "max_steps eval_interval checkpoint_interval": AT_LEAST_1,
             "keep_checkpoints": AT_LEAST_2,
-            "eval_windows patience": AT_LEAST_0,
+            "eval_windows patience lora_rank": AT_LEAST_0,
+            "lora_alpha": ABOVE_0,
             "seed": SEED,
             "threads": AT_LEAST_1_OR_NONE,
             "device": (
@@ -191,6 +201,11 @@ class RunConfig:
         found = out_of_range("run", self, rules)
         if self.init_from == "resume":  # nanoGPT's word
             found.append("run.init_from=resume: remove it; the same command again resumes")
+        if self.lora_rank > 0 and not self.init_from:
+            found.append(
+                f"run.lora_rank={self.lora_rank}: adapters need weights to adapt; add "
+                "--init_from=RUN, a Hugging Face folder or hub:OWNER/NAME"
+            )
         if self.overwrite and self.resume == "changed":
             found.append("run.overwrite=true starts over, run.resume=changed resumes: use only one")
         return found

@@ -24,14 +24,13 @@ from torch import Tensor
 
 from cli.limits import cgroup_memory_left
 from model.config import ModelConfig
-from model.fast import speed_up
 from model.gpt import GPT
-from model.inspect import meta_model
 from model.layers import RMSNorm
 from model.loss import CHUNK_TOKENS, LARGE_VOCAB
-from training.config import Config
+from training.config import Config, RunConfig
 from training.device import Precision, pick_attention
 from training.distributed import Ranks
+from training.network import new_network
 from training.step import pick_reduction
 
 FLOAT, HALF = 4, 2  # bytes
@@ -66,15 +65,19 @@ def estimate_memory(
     tests/test_plan.py compares the result with autograd's count and with the peak of real runs. On
     a GPU the driver's context (about 0.5 GB) comes on top.
     """
-    c, dtype = config.model, config.run.dtype
+    c, run, dtype = config.model, _network_options(config, device), config.run.dtype
     tokens = config.data.micro_batch * c.context_length
     heap = HEAP if device == "cpu" else 1.0
     activations = round(heap * activation_bytes(config, device, model))
-    logits = logits_bytes(c, tokens, dtype, device)
-    model = model or meta_model(c)
+    if model is None:
+        with torch.device("meta"):
+            model = new_network(c, run, seed=None)
     shapes = Counter(tuple(p.shape) for p in model.layers.parameters() if p.dim() == 2)
-    one = FLOAT * model.parameter_count()  # the weights; one gradient; one slot of AdamW
-    muon = config.optim.optimizer == "muon"
+    logits = logits_bytes(c, tokens, dtype, device, trains_head=not run.lora_rank)
+    weights = FLOAT * model.parameter_count()
+    # One gradient; one slot of AdamW. As large as the weights, unless LoRA has frozen them.
+    one = FLOAT * sum(p.numel() for p in model.trained_parameters().values())
+    muon = config.optim.optimizer == "muon" and not run.lora_rank
     matrices = sum(count * math.prod(shape) for shape, count in shapes.items())
     optimizer = 2 * one - (FLOAT * matrices if muon else 0)  # Muon keeps one slot
     exact = config.parallel.reduction == "exact"
@@ -91,9 +94,15 @@ def estimate_memory(
         one + (_muon_scratch(shapes, device) if muon else 0),  # the update
     ]
     runtime = RUNTIME if device == "cpu" else 0
-    peak = one + optimizer + buckets + max(moments) + runtime
+    peak = weights + optimizer + buckets + max(moments) + runtime
     gradients = buckets + max(gradients, one + exchange)
-    return Memory(one, gradients, optimizer, activations, logits, peak)
+    return Memory(weights, gradients, optimizer, activations, logits, peak)
+
+
+def _network_options(config: Config, device: str) -> RunConfig:
+    """Return the options that new_network reads, the others at their defaults."""
+    run, attention = config.run, pick_attention(config.run.attention, torch.device(device))
+    return RunConfig(attention=attention, init_from=run.init_from, lora_rank=run.lora_rank)
 
 
 # Counting activations
@@ -108,8 +117,8 @@ def activation_bytes(config: Config, device: str = "cpu", model: GPT | None = No
     n, documents = config.data.micro_batch, config.data.apart
     dtype = getattr(torch, config.run.dtype)
     if model is None:
-        attention = pick_attention(config.run.attention, torch.device(device))
-        one, two = _count_without_memory(config.model, attention, dtype, device, documents)
+        run = _network_options(config, device)
+        one, two = _count_without_memory(config.model, run, dtype, device, documents)
     else:
         one = two = saved_bytes(model, 1, dtype, documents)
         if n > 1:
@@ -145,7 +154,7 @@ def saved_bytes(model: GPT, windows: int, dtype: torch.dtype, documents: bool) -
 
 @functools.cache
 def _count_without_memory(
-    config: ModelConfig, attention: str, dtype: torch.dtype, device: str, documents: bool
+    config: ModelConfig, run: RunConfig, dtype: torch.dtype, device: str, documents: bool
 ) -> tuple[int, int]:
     """Return saved_bytes of one window and of two, of a model whose tensors have no values.
 
@@ -157,11 +166,9 @@ def _count_without_memory(
     narrow = torch.float32 if dtype == torch.float32 else torch.bfloat16  # float16 has its size
 
     def count(stand_ins: bool, seed: int | None = None) -> tuple[int, int]:
-        model = GPT(config, attention, seed=seed)
+        model = new_network(config, run, seed=seed)
         if stand_ins:
-            _use_gpu_stand_ins(model, attention)
-        else:
-            speed_up(model)
+            _use_gpu_stand_ins(model, run.attention)
         one, two = (saved_bytes(model, n, narrow, documents) for n in (1, 2))
         return one, two
 
@@ -199,7 +206,7 @@ def _use_gpu_stand_ins(model: GPT, attention: str) -> None:
         return efficient(q, k, v, mask, True, dropout_p, mask is None)[0], None
 
     for module in model.modules():
-        if type(module) is RMSNorm:
+        if isinstance(module, RMSNorm):
             module.__class__ = GpuRMSNorm
     if attention == "sdpa":
         model.use_attention(fused_attention)
@@ -208,7 +215,9 @@ def _use_gpu_stand_ins(model: GPT, attention: str) -> None:
 # What the count does not see: the loss, whose peak is within its backward pass, and the optimizer
 
 
-def logits_bytes(c: ModelConfig, tokens: int, dtype: str, device: str = "cpu") -> int:
+def logits_bytes(
+    c: ModelConfig, tokens: int, dtype: str, device: str = "cpu", trains_head: bool = True
+) -> int:
     """Return the bytes that the loss holds when backward begins.
 
     These are log-probabilities, their gradient and the gradient of the logits. On a CPU,
@@ -220,7 +229,7 @@ def logits_bytes(c: ModelConfig, tokens: int, dtype: str, device: str = "cpu") -
     chunked = V >= LARGE_VOCAB and tokens > CHUNK_TOKENS
     rows = CHUNK_TOKENS if chunked else tokens
     if chunked and dtype != "float16":
-        gradients = FLOAT * c.d_model * (V + tokens)
+        gradients = FLOAT * c.d_model * (V * trains_head + tokens)
         return max(gradients + rows * V * (2 * FLOAT + narrow), 2 * gradients)
     if device != "cuda":
         return rows * (V * 2 * FLOAT + 9)
@@ -305,11 +314,11 @@ def attempt(config: Config, size: int, ranks: Ranks) -> bool:
     mine = config.data.global_batch // ranks.world // size  # micro-batches per step on this rank
     exact = reduction_at(config, size, ranks) == "exact"
     try:
-        model = GPT(config.model, config.run.attention, seed=None).to(device)
-        speed_up(model)
+        model = new_network(config.model, config.run, seed=None).to(device)
         # The optimizer's two slots, the send buffer if there are several ranks, partial sums.
         slots = 2 + (ranks.world > 1) + (partial_sums(mine) if exact else 0)
-        held = [torch.zeros_like(p) for p in model.parameters() for _ in range(slots)]
+        trained = model.trained_parameters().values()
+        held = [torch.zeros_like(p) for p in trained for _ in range(slots)]
         parts = 2 + config.data.apart
         batch = torch.zeros(parts, size, T, dtype=torch.int64, device=device)
         for _ in range(1 if exact else min(mine, 2)):  # the second adds to the first's gradient

@@ -41,14 +41,21 @@ def introduce(
     n, T, length = config.data.global_batch, model.context_length, planned_steps(config.run, state)
     size = f"{setup.model.parameter_count():,} parameters, {counted(model.n_layers, 'layer')}"
     console.say(f"model: {size} of width {model.d_model}, vocabulary {model.vocab_size:,}")
+    if config.run.lora_rank:
+        count = sum(p.numel() for p in setup.model.trained_parameters().values())
+        console.say(
+            f"LoRA: {count:,} of them are trained, in adapters of rank {config.run.lora_rank}; "
+            f"checkpoints hold these alone, so keep {config.run.init_from}"
+        )
     validation = f"{data.val.n_tokens:,} for validation" if data.val else "no validation"
     console.say(f"data: {source}, {data.train.n_tokens:,} tokens for training, {validation}")
     count, epochs = counted(length, "step"), f"{length * n / len(data.train):.2f} epochs, "
     if length == UNKNOWN_STEPS:
         count, epochs = f"steps for {config.run.time_budget}", ""
     split = f", {counted(setup.n_micro, 'micro-batch', 'micro-batches')}" * (setup.n_micro > 1)
+    optimizer = "adamw" if config.run.lora_rank else config.optim.optimizer
     what = f"{count} of {n * T:,} tokens ({n} x {T}{split})"
-    console.say(f"training: {what}, {epochs}{config.optim.optimizer}")
+    console.say(f"training: {what}, {epochs}{optimizer}")
     console.say(f"estimate: {estimated_time(setup, state, peak)}, {estimated_memory(setup)}")
     console.say(f"folder: {config.run.out_dir}")
     if data.train.filled < WELL_FILLED:

@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 
 from cli.options import ConfigError
 from model.gpt import GPT
+from model.lora import ADAPTERS
 from training.config import OptimConfig, ScheduleConfig
 from training.device import gpu_has_bfloat16_units
 
@@ -202,7 +203,7 @@ class Optimizers:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._named = dict(model.named_parameters())  # a tied weight appears once
+        self._named = model.trained_parameters()  # a tied weight appears once
         names = group_names(self._named, config.optimizer == "muon")
         members = {group: [self._named[name] for name in names[group]] for group in names}
         options = {"lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
@@ -273,13 +274,14 @@ def group_names(parameters: dict[str, Tensor], muon: bool) -> dict[str, list[str
     Weight decay is for matrices: pulled towards 0, a product merely starts small. A norm's scale
     belongs near 1 and a bias has no direction to keep in check, so vectors are left alone. Muon is
     for the matrices inside the blocks. In an embedding each row is looked up by itself, so
-    "all directions alike" has no meaning there, and the head is its mirror image.
+    "all directions alike" has no meaning there, and the head is its mirror image. Nor in LoRA's
+    adapters: to make A and B orthogonal does not make the update B A so.
     """
     groups: dict[str, list[str]] = {"muon": [], "decay": [], "no_decay": []}
     for name, p in parameters.items():
         if p.dim() < 2:
             groups["no_decay"].append(name)
-        elif muon and name.startswith("layers."):
+        elif muon and name.startswith("layers.") and not name.endswith(ADAPTERS):
             groups["muon"].append(name)
         else:
             groups["decay"].append(name)

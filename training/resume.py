@@ -47,8 +47,13 @@ from training.folder import (
     was_cleared,
     write_run_json,
 )
+from training.inherit import (
+    inherit_model,
+    start_from_weights,
+    with_base_hash,
+    with_inherited_tokenizer,
+)
 from training.step import Setup
-from training.weights import find_weights, inherit_model, with_inherited_tokenizer
 
 # How a resumed run treats another value of an option. Each option names its kind after its help.
 KINDS = {
@@ -251,7 +256,7 @@ def checkpoints_of(config: Config, console: Console) -> Checkpoints:
 
 def _begin(config: Config, console: Console) -> Config:
     open_budget(config.run, TrainState())  # raises now if the run in fits:RUN is not there
-    return inherit_model(config, console.print)
+    return with_base_hash(inherit_model(config, console.print))
 
 
 def _begin_or_resume(
@@ -325,12 +330,16 @@ def take_folder(
 def restore(setup: Setup, path: Path | None, data: Data, console: Console) -> TrainState:
     """Load a checkpoint into model and optimizer, and return its state.
 
-    Without a checkpoint: the weights of run.init_from, if that is given, and a new state.
+    Without a checkpoint: the weights of run.init_from, if that is given, and a new state. A
+    checkpoint of a run with LoRA holds the adapters alone, so it needs those weights too.
     """
     config, state = setup.config, TrainState()
+    if config.run.init_from and (path is None or config.run.lora_rank):
+        start_from_weights(config, setup.model, data.tokenizer)
     if path is not None:
         checkpoint = load_checkpoint(path)
-        load_model_tensors(setup.model, checkpoint.model_tensors(), str(path))
+        own = setup.model.trained_parameters()
+        load_model_tensors(own, checkpoint.model_tensors(), str(path))
         setup.optimizers.load_state_tensors(checkpoint.optim_tensors())
         if checkpoint.state.scaler and setup.scaler.is_enabled():
             setup.scaler.load_state_dict(checkpoint.state.scaler)
@@ -341,7 +350,5 @@ def restore(setup: Setup, path: Path | None, data: Data, console: Console) -> Tr
         console.say(f"resuming from {path}")
         fits = lengthened(from_json(checkpoint.run).run, config.run, checkpoint.state)
         state = replace(checkpoint.state, fits=fits)
-    elif config.run.init_from:
-        find_weights(config.run.init_from).start(setup.model, data.tokenizer)
     setup.ranks.check_same(setup.model.parameters(), "weights")
     return state

@@ -265,7 +265,7 @@ def save(
     Raises NonFinite, on all ranks alike, if a weight or the optimizer's state is inf or nan: an
     update can make them so out of a finite gradient.
     """
-    model, optim = dict(setup.model.named_parameters()), setup.optimizers.state_tensors()
+    model, optim = setup.model.trained_parameters(), setup.optimizers.state_tensors()
     if not all_finite([*model.values(), *optim.values()]):
         raise NonFinite(
             f"step {state.step}: weights or optimizer state are not finite; nothing was saved"

@@ -10,13 +10,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from cli.options import ConfigError
-from model.fast import speed_up
 from model.gpt import GPT
 from training.config import Config, with_values
 from training.console import Console
 from training.device import Precision, keep_freed_memory, pick_attention, pick_dtype
 from training.distributed import Ranks, default_threads, make_cublas_deterministic
 from training.memory import pick_micro_batch
+from training.network import new_network
 from training.optimizer import Optimizers
 from training.step import Setup, pick_reduction
 
@@ -26,6 +26,12 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, console: Console) -> 
     choices that are not obvious."""
     new = vocab_size - (config.model.vocab_size or vocab_size)
     if config.run.init_from and 0 < new <= config.data.new_ids:
+        if config.run.lora_rank:
+            raise ConfigError(
+                f"run.lora_rank={config.run.lora_rank}: the weights in {config.run.init_from} lack "
+                f"{new} ids of the chat template, and the rows of new ids are learned only with "
+                "--lora_rank=0; train all weights on conversations first"
+            )
         console.say(f"vocabulary: {new} new ids for the chat tokens, each the mean of the others")
         config = with_values(config, {"model.vocab_size": vocab_size})
     if config.run.init_from and config.model.vocab_size < vocab_size:
@@ -78,9 +84,7 @@ def prepare_process(config: Config) -> None:
 
 def build_model(config: Config, ranks: Ranks) -> GPT:
     """Return the model with initial weights drawn from the seed, on this rank's device."""
-    model = GPT(config.model, config.run.attention, seed=config.run.seed)
-    speed_up(model)  # hand-written kernels for training on a CPU; see model/fast.py
-    return model.to(ranks.device)
+    return new_network(config.model, config.run, seed=config.run.seed).to(ranks.device)
 
 
 def build_setup(config: Config, model: GPT, ranks: Ranks, console: Console) -> Setup:

@@ -1,27 +1,34 @@
 """Existing weights, found by one name: to sample, evaluate, export or start a run from.
 
-The name is a run or checkpoint of ours, a Hugging Face folder, or hub:OWNER/NAME on the Hugging
-Face Hub.
+The name is a run or checkpoint of ours, a Hugging Face folder, hub:OWNER/NAME on the Hugging Face
+Hub, or a folder with a LoRA adapter of PEFT, which names its base. Adapters, PEFT's or those of a
+run with LoRA, are merged into the weights of their base.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cli.command import Say
 from cli.options import ConfigError
-from data.config import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer
-from model import huggingface
-from model.config import DROPOUTS, ModelConfig
+from model import huggingface, peft
+from model.config import ModelConfig
 from model.gpt import GPT, with_new_ids
-from training.checkpoint import MANIFEST, Checkpoint, find_checkpoint, load_model_tensors
+from model.lora import ADAPTERS, merged
+from training.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    find_checkpoint,
+    load_model_tensors,
+    tensor_pieces,
+)
 from training.config import Config
 from training.device import pick_attention
 
@@ -44,13 +51,14 @@ class Weights:
         Raises DamagedCheckpoint or DamagedFolder if something is damaged.
         """
         model = GPT(self.config, pick_attention("auto", device), seed=None)
-        load_model_tensors(model, self.tensors(), str(self.path))
+        load_model_tensors(dict(model.named_parameters()), self.tensors(), str(self.path))
         return model.to(device).eval(), load_tokenizer(self.tokenizer)
 
-    def start(self, model: GPT, tokenizer: Tokenizer) -> None:
-        """Copy the weights into a model that is about to be trained.
+    def start(self, model: GPT, tokenizer: Tokenizer, base_hash: str = "") -> None:
+        """Copy the weights into a model that is about to be trained; LoRA's adapters stay.
 
-        Raises ConfigError if they do not fit, or if they were trained with another tokenizer.
+        Raises ConfigError if they do not fit, do not have this hash, or if they were trained with
+        another tokenizer.
         """
         known_ids = self.config.vocab_size
         if self.has_tokenizer:  # else only the number of ids is known, which `resolve` has checked
@@ -60,17 +68,29 @@ class Weights:
             if not same or known.eot != tokenizer.eot or (new and not tokenizer.chat_template):
                 asked = f"{tokenizer.name} ({tokenizer.vocab_size} ids)"
                 raise self.other_tokenizer(asked, known)
-        tensors = self.tensors()
+        tensors = self.checked_tensors(base_hash)
         for name in {"embed.weight", "head.weight"} & tensors.keys():
             tensors[name] = with_new_ids(tensors[name], known_ids, tokenizer.vocab_size)
         if model.positions is not None:  # a shorter context takes the first positions
             tensors["positions.weight"] = tensors["positions.weight"][: model.config.context_length]
-        load_model_tensors(model, tensors, str(self.path))
+        own = {name: p for name, p in model.named_parameters() if not name.endswith(ADAPTERS)}
+        load_model_tensors(own, tensors, str(self.path))
+
+    def checked_tensors(self, base_hash: str) -> dict[str, Tensor]:
+        """Return the tensors. Raises ConfigError if a hash is given and theirs is another."""
+        tensors = self.tensors()
+        if base_hash and (found := content_hash(tensors)) != base_hash:
+            raise ConfigError(
+                f"run.init_from={self.name}: the weights there have SHA-256 {found[:12]}..., but "
+                f"the adapters were trained beside {base_hash[:12]}...; put those weights back (of "
+                "a run that went on: name its checkpoint, RUN/checkpoints/step-N)"
+            )
+        return tensors
 
     @property
     def tokenizer_option(self) -> str:
         """The value of `data.tokenizer` that means the tokenizer of these weights."""
-        return f"hf:{self.path}" if self.checkpoint is None else f"run:{self.name}"
+        return f"hf:{self.tokenizer}" if self.checkpoint is None else f"run:{self.name}"
 
     @property
     def has_tokenizer(self) -> bool:
@@ -101,18 +121,61 @@ def find_weights(name: str | Path, which: str = "") -> Weights:
         tensors = partial(huggingface.read_tensors, path, config)
         return Weights(str(name), path, "Hugging Face", config, path, tensors, None)
     is_run = (path / MANIFEST).is_file() or (path / "checkpoints").is_dir()
+    if not is_run and peft.is_adapter(path):
+        return _find_adapter(str(name), path)
     if not is_run and (other := huggingface.conversion(path)):
         raise ConfigError(f"{path}: {other}")
     found = find_checkpoint(path, which)
+    config, tensors = found.config(), found.model_tensors
+    if config.run.lora_rank:
+        tensors = partial(_merge_run, found, config)
     return Weights(
         str(name),
         found.path,
         f"step {found.state.step}",
-        found.config().model,
+        config.model,
         found.path / "tokenizer",
-        found.model_tensors,
+        tensors,
         found,
     )
+
+
+def content_hash(tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of names, shapes and values, however the weights are stored on disk."""
+    digest = hashlib.sha256()
+    for piece in tensor_pieces(dict(sorted(tensors.items()))):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _merge_run(found: Checkpoint, config: Config) -> dict[str, Tensor]:
+    """Return the weights of a run's base with the run's adapters added in."""
+    try:
+        base = find_weights(config.run.init_from)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{found.path} holds LoRA adapters for the weights in {config.run.init_from}, which "
+            f"cannot be read: {error}"
+        ) from error
+    tensors = base.checked_tensors(config.run.base_hash)
+    if "positions.weight" in tensors:
+        tensors["positions.weight"] = tensors["positions.weight"][: config.model.context_length]
+    return merged(tensors, found.model_tensors(), config.run.lora_alpha / config.run.lora_rank)
+
+
+def _find_adapter(name: str, path: Path) -> Weights:
+    """Return the weights of the base that a PEFT folder names, with its adapters added in."""
+    settings = peft.read_settings(path)
+    here = Path(settings.base).exists()
+    base = find_weights(settings.base if here else f"hub:{settings.base}")
+
+    def tensors() -> dict[str, Tensor]:
+        adapters = peft.read_adapters(path, base.config)
+        return merged(base.tensors(), adapters, settings.scale)
+
+    origin = f"LoRA adapter of {base.name}"
+    name = name if base.checkpoint is None else base.name  # where its tokenizer is found
+    return Weights(name, path, origin, base.config, base.tokenizer, tensors, base.checkpoint)
 
 
 def _download(name: str) -> Path:
@@ -128,70 +191,3 @@ def _download(name: str) -> Path:
             f"hub:{name}: could not be downloaded from the Hugging Face Hub "
             f"({type(error).__name__}: {why})"
         ) from None
-
-
-def inherit_model(config: Config, say: Say) -> Config:
-    """With `run.init_from`, take the options of the model and the tokenizer from the weights.
-
-    Options left at their defaults follow the weights, with a message. Options that were typed, or
-    differ from the default, are refused if they contradict the weights. Dropout is free, since it
-    belongs to training, and so is a context shorter than the weights'.
-    Raises ConfigError listing what is refused.
-    """
-    if not config.run.init_from:
-        return config
-    source = find_weights(config.run.init_from)
-    default, typed = ModelConfig(), config.typed or {}
-    problems, values, followed = [], asdict(source.config), []
-    data = replace(config.data, tokenizer=_inherited_tokenizer(config, source))
-    if data != config.data:
-        followed.append(f"tokenizer={data.tokenizer}")
-    for field in fields(ModelConfig):
-        name, asked, has = field.name, getattr(config.model, field.name), values[field.name]
-        untouched = asked == getattr(default, name) and f"model.{name}" not in typed
-        if name in DROPOUTS:
-            values[name] = asked
-        elif asked == has:
-            continue
-        elif name == "context_length" and asked < has:
-            values[name] = asked
-            say(f"context_length={asked}; the weights know {has} (--context_length=N for more)")
-        elif asked in (None, "auto") or untouched:
-            followed.append(f"{name}={has}")
-        else:
-            problems.append(f"model.{name}={asked}: the weights in {source.path} have {has}")
-    if problems:
-        raise ConfigError(problems, ["remove these options; they come from the weights"])
-    say(f"weights from {source.path} ({source.origin}), the optimizer starts fresh")
-    if followed:
-        say(f"from the weights: {', '.join(followed)}")
-    return replace(config, model=ModelConfig(**values), data=data)
-
-
-def _inherited_tokenizer(config: Config, source: Weights) -> str:
-    """Return `data.tokenizer` of a run that starts from these weights: theirs by default.
-
-    Raises ConfigError for a tokenizer that would be trained on the text. Another one by name is
-    compared with theirs in `Weights.start`.
-    """
-    asked = config.data.tokenizer
-    if asked == DataConfig().tokenizer and "data.tokenizer" not in (config.typed or {}):
-        return source.tokenizer_option
-    from_text = asked == "char" or asked.startswith("bpe:")
-    if not from_text or not source.has_tokenizer:
-        return asked
-    known = load_tokenizer(source.tokenizer)
-    if asked != known.name:
-        raise source.other_tokenizer(asked, known)
-    return source.tokenizer_option
-
-
-def with_inherited_tokenizer(config: Config, saved: Config, checkpoint: Checkpoint) -> Config:
-    """Return the config of a resume with the tokenizer that `inherit_model` gave the run, if the
-    config asks for it by its name (`char`, `bpe:N`)."""
-    own = saved.data.tokenizer
-    if not own.startswith("run:") or config.data.tokenizer == own:
-        return config
-    if load_tokenizer(checkpoint.path / "tokenizer").name != config.data.tokenizer:
-        return config
-    return replace(config, data=replace(config.data, tokenizer=own))

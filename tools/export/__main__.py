@@ -4,6 +4,7 @@ hf            config.json, model.safetensors, tokenizer.json: for transformers, 
 onnx          model.onnx, with the KV cache as inputs and outputs: for onnxruntime, TensorRT
 torchscript   model.pt, the same graph: for torch.jit.load, also from C++
 torch_export  model.pt2, the same graph: for torch.export.load, AOTInductor
+peft          the adapters of a run with LoRA alone, for PEFT; the other formats merge them
 Every export is compared with the model's own logits before it is moved to --out.
 """
 
