@@ -493,11 +493,15 @@ def conversion(path: Path) -> str:
     elif gguf:
         here, name = json.dumps(str(gguf[0].parent)), json.dumps(gguf[0].name)
         new = json.dumps(str(gguf[0].with_suffix("")))
-        what = "weights for llama.cpp (GGUF); name the model's Hugging Face folder, or convert them"
+        what = (
+            "weights for llama.cpp (GGUF); name the model's Hugging Face folder, or convert them "
+            "(pip install transformers gguf accelerate)"
+        )
         code = (
-            "from transformers import AutoModelForCausalLM, AutoTokenizer; "
-            f"[kind.from_pretrained({here}, gguf_file={name}).save_pretrained({new}) "
-            "for kind in (AutoModelForCausalLM, AutoTokenizer)]"
+            "from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig; "
+            f"AutoModelForCausalLM.from_pretrained({here}, gguf_file={name}, quantization_config="
+            f"GgufConfig(dequantize=True)).save_pretrained({new}); "
+            f"AutoTokenizer.from_pretrained({here}, gguf_file={name}).save_pretrained({new})"
         )
     else:
         return ""

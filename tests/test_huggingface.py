@@ -411,7 +411,9 @@ def test_weights_for_llama_cpp_are_told_with_the_command_that_converts_them(
     with pytest.raises(ConfigError) as raised:
         find_weights(path if named == "file" else tmp_path)
     said = str(raised.value)
-    assert f'("{tmp_path}", gguf_file="m.Q8_0.gguf")' in said
+    assert f'AutoTokenizer.from_pretrained("{tmp_path}", gguf_file="m.Q8_0.gguf")' in said
+    code = said[said.index("python -c '") + len("python -c '") : said.rindex("'")]
+    compile(code, "hint", "exec")
     assert said.endswith(f'which writes "{tmp_path}/m.Q8_0"')
 
 
