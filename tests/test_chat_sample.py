@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import ROOT
 from test_chat import BYTES, talk, write_talks
+from test_chat_templates import TEMPLATES, folder, unmarked, with_template  # noqa: F401 (fixture)
 
 import sample
 from cli.options import ConfigError
@@ -32,8 +33,9 @@ CONTEXT = 128
 BRIEF = SamplingConfig(max_new_tokens=12)
 
 
-def model(context: int = CONTEXT) -> GPT:
-    config = ModelConfig(n_layers=2, n_heads=2, d_model=16, vocab_size=259, context_length=context)
+def model(context: int = CONTEXT, n_ids: int = 259) -> GPT:
+    sizes = {"vocab_size": n_ids, "context_length": context}
+    config = ModelConfig(n_layers=2, n_heads=2, d_model=16, **sizes)
     made = GPT(config).eval()
     torch.manual_seed(0)
     for p in made.parameters():  # sharp attention: every key matters
@@ -45,19 +47,15 @@ def ask(conversation: Conversation, question: str, settings: SamplingConfig = BR
     return "".join(conversation.answer(question, settings))
 
 
-def uncached(made: GPT, messages: list, rng: torch.Generator) -> str:
+def uncached(
+    made: GPT, messages: list, rng: torch.Generator, tokenizer=BYTES, stops=BYTES.stop_ids
+) -> str:
     """The answer to these messages from nothing but their rendering."""
-    ids = render(messages, BYTES, reply=True).ids
-    new = generate(
-        made,
-        torch.from_numpy(ids)[None],
-        BRIEF,
-        rng,
-        stop_ids=BYTES.stop_ids,
-        use_cache=False,
-    )
-    row = Row(StreamDecoder(BYTES), ())
-    return "".join(text for _, text in new_texts(new, [row], BYTES.stop_ids))
+    prompt = torch.from_numpy(render(messages, tokenizer, reply=True).ids)[None]
+    never = tokenizer.unused_ids(made.config.vocab_size)
+    new = generate(made, prompt, BRIEF, rng, stop_ids=stops, never=never, use_cache=False)
+    row = Row(StreamDecoder(tokenizer), ())
+    return "".join(text for _, text in new_texts(new, [row], stops))
 
 
 # History
@@ -80,6 +78,21 @@ def test_answers_are_those_of_the_whole_rendering_also_when_old_turns_are_left_o
         shown += talk(f"assistant: {expected}")
     assert left_out >= 2
     assert len(conversation.messages) == opening + 12  # nothing is forgotten for /save
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_answers_in_the_templates_of_other_models(folder, family):  # noqa: F811
+    tokenizer = with_template(folder, unmarked(TEMPLATES[family]))
+    made = model(1024, tokenizer.vocab_size)
+    conversation, rng = Conversation(made, tokenizer, seed=5), torch.Generator().manual_seed(5)
+    ends = {"Llama 3": "<|eot_id|>", "Mistral": "</s>"}
+    assert tokenizer.special[ends.get(family, "<|im_end|>")] in conversation.stop_ids
+    for number in range(3):
+        question = talk(f"user: question {number}, naïve?")
+        shown = [*conversation.messages, *question]
+        expected = uncached(made, shown, rng, tokenizer, conversation.stop_ids)
+        assert ask(conversation, question[0]["content"]) == expected
+    assert len(conversation.messages) == 6
 
 
 def test_an_answer_costs_only_the_ids_that_are_new():
@@ -161,11 +174,11 @@ def test_commands(tmp_path):
 
 @pytest.fixture(scope="module")
 def chat_run(train_tiny, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("chat")
-    shown = {"source": write_talks(folder / "talks.jsonl"), "format": "chat", "tokenizer": "byte"}
-    options = {**shown, "prepared_dir": folder / "prepared", "context_length": 96}
-    assert train_tiny(folder / "run", **options, sample_prompt="say red") == 0
-    return folder / "run"
+    place = tmp_path_factory.mktemp("chat")
+    shown = {"source": write_talks(place / "talks.jsonl"), "format": "chat", "tokenizer": "byte"}
+    options = {**shown, "prepared_dir": place / "prepared", "context_length": 96}
+    assert train_tiny(place / "run", **options, sample_prompt="say red") == 0
+    return place / "run"
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": question})
         try:
             ids = self._prompt(settings)
-        except ConfigError:
+        except BaseException:  # an impatient Ctrl-C, too: no two questions in a row
             self.messages.pop()
             raise
         settings = replace(
