@@ -1,6 +1,6 @@
 """Teach small.py's base model to answer: sums, words to reverse or sort, facts of a sentence.
 
-Two CPU cores, four minutes. The last line counts right answers to questions it has never seen.
+Two CPU cores, two minutes. The last line counts right answers to questions it has never seen.
     python -m tools.tasks
     python train.py config/chat_small.py
     python -m tools.evaluate out/chat_small --task=data/tasks_validation.jsonl
@@ -22,7 +22,7 @@ config = Config(
     schedule=ScheduleConfig(schedule="wsd", warmup_steps=20, decay_fraction=0.7),
     run=RunConfig(
         init_from="out/small",
-        max_steps=800,
+        max_steps=600,
         eval_interval=200,
         eval_windows=0,
         checkpoint_interval=200,

@@ -1,6 +1,6 @@
 """Fine-tune SmolLM2, which can talk already, on conversations of your own: --source=FILE.
 
-Two CPU cores, five minutes. As it stands the file is that of chat_small.py.
+Two CPU cores, two minutes. As it stands the file is that of chat_small.py.
     python -m tools.tasks
     python train.py config/chat_smollm2.py
 """

@@ -8,6 +8,7 @@ Any other folder of a model that knows the capital of France serves as well.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -16,11 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_chat import AWKWARD, talk
 
 import sample
 import tools.evaluate
 import train
-from data.tokenizer import load_tokenizer, ready_tokenizer
+from data.chat import render
+from data.tokenizer import hf_from_folder, load_tokenizer, ready_tokenizer
 from tools.export import __main__ as export
 from training.metrics import read_metrics
 
@@ -184,3 +187,35 @@ def test_it_goes_back_to_transformers_unchanged(folder, command, tmp_path, figur
     tokenizer, theirs = (AutoTokenizer.from_pretrained(path) for path in (out, folder))
     assert tokenizer(TEXT)["input_ids"] == theirs(TEXT)["input_ids"]
     assert tokenizer.eos_token_id == theirs.eos_token_id
+
+
+# Conversations
+
+
+def test_its_chat_template_gives_the_ids_of_transformers(folder):
+    from transformers import AutoTokenizer
+
+    library, tokenizer = AutoTokenizer.from_pretrained(folder), hf_from_folder(folder)
+    if not tokenizer.chat_template:
+        pytest.skip("the folder has no chat template")
+    for turns, _ in AWKWARD.values():
+        messages = talk(*turns)
+        if any("<|im" in message["content"] for message in messages):
+            continue  # transformers reads spelled tokens as tokens
+        theirs = library.apply_chat_template(messages, tokenize=True, return_dict=True)
+        assert render(messages, tokenizer).ids.tolist() == theirs["input_ids"]
+
+
+def test_it_learns_from_conversations(folder, tmp_path):
+    """Ten steps of the shipped config, on a file that says one thing."""
+    rows = [{"prompt": f"Who are you, {i}?", "completion": "A small model."} for i in range(200)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"source": tmp_path / "talks.jsonl", "val_source": "", "init_from": folder}
+    options |= {"out_dir": tmp_path / "run", "prepared_dir": tmp_path / "prepared"}
+    options |= {"max_steps": 10, "eval_interval": 10, "interval": 1, "context_length": 128}
+    argv = [str(ROOT / "config/chat_smollm2.py"), *(f"--{k}={v}" for k, v in options.items())]
+    assert train.main(argv) == 0
+    losses = [
+        line["loss"] for line in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in line
+    ]
+    assert losses[-1] < losses[0] / 2
