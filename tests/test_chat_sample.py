@@ -159,7 +159,7 @@ def test_commands(tmp_path):
     assert row == {"messages": conversation.messages} and len(row["messages"]) == 3
     with pytest.raises(ConfigError, match="talk.jsonl: not saved .File exists."):
         obeyed(f"/save {path}", conversation, said.append)
-    with pytest.raises(ConfigError, match="/nosuch: not a command; /reset forgets"):
+    with pytest.raises(ConfigError, match="/nosuch: not a command; /reset: forget"):
         obeyed("/nosuch x", conversation, said.append)
     with pytest.raises(ConfigError, match="/save: not a command"):
         obeyed("/save", conversation, said.append)
@@ -311,7 +311,7 @@ class Terminal:
 def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(tmp_path):
     terminal = Terminal(SCRIPT)
     try:
-        assert "/reset forgets" in terminal.wait_for("> ")
+        assert "/reset: forget" in terminal.wait_for("> ")
         terminal.type("hi\n")
         terminal.wait_for("\\x1b")
         terminal.type("\x03")

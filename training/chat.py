@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cli.options import ConfigError
-from cli.terminal import shown
+from cli.terminal import print_line, shown
 from data.chat import COUNTS, Messages, render
 from data.tokenizer import StreamDecoder, Tokenizer, check_ids
 from model.attention import KVCache
@@ -23,7 +23,7 @@ from model.generate import generate
 from model.gpt import GPT
 from training.inference import Row, new_texts
 
-COMMANDS = "/reset forgets the conversation, /save FILE keeps it; Ctrl-C ends an answer, Ctrl-D all"
+COMMANDS = "/reset: forget; /save FILE: keep; Ctrl-C: end the answer; Ctrl-D: quit"
 
 
 class Conversation:
@@ -160,14 +160,14 @@ def converse(conversation: Conversation, settings: SamplingConfig) -> None:
         return
     with suppress(ImportError):
         import readline  # noqa: F401 (input() then has a history and can be edited)
-    print(COMMANDS)
+    print_line(COMMANDS)
     while True:
         try:
             line = input("> ").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-            if not obeyed(line.strip(), conversation, print) and line.strip():
+            if not obeyed(line.strip(), conversation, print_line) and line.strip():
                 _answer(line, conversation, settings)
         except ConfigError as error:
-            print(f"error: {error}")
+            print_line(f"error: {error}")
         except KeyboardInterrupt:
             print("\n(Ctrl-D ends the conversation)")
         except EOFError:
@@ -185,7 +185,7 @@ def _answer(line: str, conversation: Conversation, settings: SamplingConfig) -> 
                 break
     print(" ..." if interrupted or conversation.cut else "")
     if conversation.left_out and not left_out:
-        print("(the context is full: from here on the model does not see the oldest turns)")
+        print_line("(the context is full: from here on the model does not see the oldest turns)")
 
 
 @contextmanager
@@ -213,12 +213,12 @@ def _converse_over_pipes(conversation: Conversation, settings: SamplingConfig) -
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise ConfigError(f"line {number} is not UTF-8 at byte {error.start}") from None
-        if obeyed(line.strip(), conversation, lambda text: print(text, file=sys.stderr)):
+        if obeyed(line.strip(), conversation, lambda text: print_line(text, sys.stderr)):
             continue
         text = "".join(conversation.answer(line, settings)) if line.strip() else ""
         print(shown(text, sys.stdout).replace("\\", "\\\\").replace("\n", "\\n"), flush=True)
         if conversation.left_out and not said:
-            print("note: the context is full: the oldest turns are left out", file=sys.stderr)
+            print_line("note: the context is full: the oldest turns are left out", sys.stderr)
             said = True
 
 
