@@ -189,7 +189,7 @@ def make_tokenizer(plan: Plan, say: Say, sample_bytes: int = SAMPLE_BYTES) -> To
     if name == "char":
         return char_tokenizer(*_alphabet(plan))
     say(f"training {name} on up to {sample_bytes >> 20} MB of the training text")
-    vocab_size = int(name.removeprefix("bpe:"))
+    vocab_size = int(name.split(":")[1])
     tokenizer = train_bpe(name, vocab_size, _sample(plan, sample_bytes))
     if tokenizer.vocab_size < vocab_size:
         say(f"{name}: the text is too small for that many ids; using {tokenizer.vocab_size}")

@@ -32,7 +32,7 @@ class DataConfig:
     ] = "stdlib"
     tokenizer: Annotated[
         str,
-        "char, byte, bpe:N, a tiktoken encoding (gpt2, cl100k_base, ...), hf:FOLDER, "
+        "char, byte, bpe:N, bpe:N:llama, a tiktoken encoding (gpt2, cl100k_base, ...), hf:FOLDER, "
         "run:RUN, or ids:N (the source holds ids)",
         "fixed",
     ] = "bpe:4096"
@@ -152,13 +152,23 @@ def tokenizer_problems(name: str) -> list[str]:
         return []
     if kind in SIZES:
         sizes = SIZES[kind]
+        rest = rest.removesuffix(":llama") if kind == "bpe" else rest
         if rest.isascii() and rest.isdigit() and len(rest) < 10 and int(rest) in sizes:
             return []
         return [
             f"data.tokenizer={name}: {kind}:N needs a vocabulary size N from {sizes[0]} to "
             f"{sizes[-1]}, such as {kind}:4096"
         ]
-    known = ("char", "byte", "bpe:N", "ids:N", "hf:FOLDER", "run:RUN", *TIKTOKEN_SIZES)
+    known = (
+        "char",
+        "byte",
+        "bpe:N",
+        "bpe:N:llama",
+        "ids:N",
+        "hf:FOLDER",
+        "run:RUN",
+        *TIKTOKEN_SIZES,
+    )
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     return [f"data.tokenizer={name} is unknown{hint}: use one of {', '.join(known)}"]

@@ -55,10 +55,10 @@ from data.sources import STDIN, Source, open_sources, parse_mixture, parts_of
 from data.tokenizer import (
     CHATML,
     KIND_FILE,
-    SPLIT_PATTERN,
     Tokenizer,
     chat_tokenizer,
     ready_tokenizer,
+    split_pattern,
 )
 
 BY_CONTENT = ("hf:", "run:")  # tokenizers that are identified by their files, not by their name
@@ -241,7 +241,7 @@ def _identity(config: DataConfig) -> str:
     """Identify a tokenizer: by its name if that determines it, otherwise by its files' content."""
     name = config.tokenizer
     if not name.startswith(BY_CONTENT):
-        return name + SPLIT_PATTERN if name.startswith("bpe:") else name
+        return name + split_pattern(name) if name.startswith("bpe:") else name
     try:
         tokenizer = ready_tokenizer(name)
     except OSError as error:  # the user's mistake, not a disk that cannot be written

@@ -462,10 +462,27 @@ SPLIT_PATTERN = (
 )
 
 
+# Llama 3's pattern, which llama.cpp knows by name: a BPE with it can be exported to GGUF.
+LLAMA_PATTERN = (
+    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+    r"|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+"
+    r"|\s+(?!\S)"
+    r"|\s+"
+)
+
+
+def split_pattern(name: str) -> str:
+    """Return the pattern that bpe:N or bpe:N:llama is trained with."""
+    return LLAMA_PATTERN if name.endswith(":llama") else SPLIT_PATTERN
+
+
 def train_bpe(name: str, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
     """Train a byte-level BPE of at most vocab_size ids, the last of them the end-of-text.
 
-    It has fewer ids if the texts hold too few pairs to merge.
+    It has fewer ids if the texts hold too few pairs to merge. name: bpe:N or bpe:N:llama.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Trained
@@ -473,7 +490,7 @@ def train_bpe(name: str, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
     trained = Trained(models.BPE(ignore_merges=True))  # take a known word whole, as tiktoken does
     trained.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.Split(Regex(split_pattern(name)), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -483,16 +500,17 @@ def train_bpe(name: str, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    trained.train_from_iterator(_without_giant_words(texts), trainer)
+    trained.train_from_iterator(_without_giant_words(texts, split_pattern(name)), trainer)
     trained.add_special_tokens([END_OF_TEXT])
     return own_bpe(name, trained.to_str(pretty=True))
 
 
-def _without_giant_words(texts: Iterable[str]) -> Iterator[str]:
+def _without_giant_words(texts: Iterable[str], pattern: str) -> Iterator[str]:
     """Cut texts that hold a giant word: training takes time quadratic in its length."""
+    unbounded = " \n" if pattern == LLAMA_PATTERN else "\n"
     for text in texts:
         longest = max(map(len, text.split()), default=0)
-        if longest > GIANT_WORD or "\n" * GIANT_WORD in text:
+        if longest > GIANT_WORD or any(white * GIANT_WORD in text for white in unbounded):
             yield from (text[at : at + GIANT_WORD] for at in range(0, len(text), GIANT_WORD))
         else:
             yield text
@@ -505,7 +523,9 @@ def own_bpe(name: str, tokenizer_json: str) -> Tokenizer:
     to_byte = byte_of_character()
     ranks = {bytes(to_byte[c] for c in t): i for t, i in about["model"]["vocab"].items()}
     files = {KIND_FILE: _described("bpe", name=name), JSON_FILE: tokenizer_json}
-    return _bpe(name, pattern, ranks, len(ranks) + 1, {END_OF_TEXT: len(ranks)}, files)
+    max_spaces = WHITE_CHARACTERS if pattern == LLAMA_PATTERN else None
+    special = {END_OF_TEXT: len(ranks)}
+    return _bpe(name, pattern, ranks, len(ranks) + 1, special, files, max_spaces)
 
 
 def _bpe(

@@ -641,15 +641,18 @@ def write_folder(
     eos: int | list[int] | None,
     never: Sequence[int],
     pad: int | None = None,
+    dtype: str = "float32",
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors into an existing folder.
 
     bos, eos: ids that begin and end a document; eos may be several. never: ids that belong to no
     token; their rows are kept, and `generate` is told never to draw them. pad: fills up batches.
+    dtype: float32, float16 or bfloat16.
 
     Raises ConfigError if no family fits, before anything is written.
     """
     about = to_huggingface(config, bos=bos, eos=eos)
+    about["dtype"] = about["torch_dtype"] = dtype
     family = FAMILIES[about["model_type"]]
     generation: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": eos}
     if pad is not None:
@@ -659,7 +662,9 @@ def write_folder(
     theirs = {
         name: torch.cat(
             [_turned(tensors[our_name].detach().cpu(), our_name, family) for our_name in ours], -1
-        ).contiguous()
+        )
+        .to(getattr(torch, dtype))
+        .contiguous()
         for name, ours in their_names(tensors, family).items()
     }
     for name, content in (("config.json", about), ("generation_config.json", generation)):

@@ -222,6 +222,24 @@ def test_transformers_continues_as_sample_py_does(exported, greedy_text):
     assert tokenizer.decode(found[0]).replace("<|endoftext|>", "") == greedy_text
 
 
+def test_a_bfloat16_folder_is_half_as_large_and_loads_as_bfloat16(
+    small, exported, command, tmp_path
+):
+    import transformers
+
+    out = tmp_path / "half"
+    code, said, _ = command(export.main, small, f"--out={out}", "--dtype=bfloat16")
+    assert code == 0 and "largest difference" in said
+    sizes = [(path / "model.safetensors").stat().st_size for path in (out, exported("hf"))]
+    assert 0.5 * sizes[1] < sizes[0] < 0.6 * sizes[1]
+    half, whole = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        for path in (out, exported("hf"))
+    )
+    assert half.dtype == torch.bfloat16 and whole.dtype == torch.float32
+    assert torch.equal(half.lm_head.weight, whole.lm_head.weight.bfloat16())
+
+
 def test_a_tied_head_stays_tied_and_padding_is_never_drawn(train_tiny, command, tmp_path):
     import transformers
 

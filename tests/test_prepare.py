@@ -96,7 +96,7 @@ def refusal(config: DataConfig, **more) -> str:
 # Documents and splits
 
 
-@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:400"])
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:400", "bpe:400:llama"])
 def test_all_text_is_prepared_and_split_at_its_tail(work, tokenizer):
     folder = prepared(options(work, tokenizer=tokenizer))
     cut = int(len(TEXT) * 0.9)
@@ -836,7 +836,7 @@ def test_progress_reaches_the_end(work, monkeypatch):
     assert updates[-1] == ((work / "b.jsonl").stat().st_size,) * 2
 
 
-@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:400"])
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:400", "bpe:400:llama"])
 def test_a_dry_run_makes_nothing_and_predicts_the_size(work, tokenizer):
     said = []
     preview(options(work, tokenizer=tokenizer), said.append)

@@ -303,6 +303,20 @@ def test_a_saved_bpe_keeps_the_pattern_it_was_trained_with(own, tmp_path, monkey
     assert load_tokenizer(tmp_path).encode(HARD[5] + HARD[6]) == own.encode(HARD[5] + HARD[6])
 
 
+def test_llamas_rule_keeps_indentation_apart_from_the_line_before(tmp_path):
+    text = "if x:\n    y = 1234\n"
+    ours, llama = (train_bpe(name, 320, [text * 50]) for name in ("bpe:320", "bpe:320:llama"))
+    words = ["if", " x", ":\n", "   ", " y", " =", " ", "123", "4", "\n"]
+    pieces = [piece.decode() for piece in map(llama.bytes_of, llama.encode(text))]
+    assert pieces == words  # the text is short: every word is an id
+    assert ours.bytes_of(ours.encode(text)[2]) == b":\n   "
+    llama.save(tmp_path)
+    giant = " " * 300_000 + "\n" + " " * 5000 + "x" + " " * 3000
+    assert load_tokenizer(tmp_path).decode(llama.encode(giant)) == giant
+    blank = train_bpe("bpe:300:llama", 300, [giant])  # in seconds: its words are cut
+    assert blank.decode(blank.encode(giant)) == giant
+
+
 def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.raises(ConfigError, match="from tokenizer.model .*: python -c .*save_pretrained"):

@@ -132,7 +132,7 @@ def vocabulary(config: Config) -> tuple[int, Meta | None, str]:
         pass  # not prepared, or the source is not there
     name = config.data.tokenizer
     if name.startswith("bpe:"):
-        return int(name.partition(":")[2]), None, ""
+        return int(name.split(":")[1]), None, ""
     sizes = {"byte": 257, **TIKTOKEN_SIZES}
     if name in sizes:
         return sizes[name], None, ""

@@ -1,6 +1,7 @@
 """Export a trained model: `python -m tools.export out/small --format=hf`.
 
-hf            config.json, model.safetensors, tokenizer.json: for transformers, vLLM, llama.cpp
+hf            config.json, model.safetensors, tokenizer.json: for transformers, vLLM
+gguf          model.gguf, weights and tokenizer in one file: for llama.cpp, Ollama
 onnx          model.onnx, with the KV cache as inputs and outputs: for onnxruntime, TensorRT
 torchscript   model.pt, the same graph: for torch.jit.load, also from C++
 torch_export  model.pt2, the same graph: for torch.export.load, AOTInductor
@@ -23,14 +24,25 @@ if TYPE_CHECKING:  # torch is imported once the command line is known to be righ
     from data.tokenizer import Tokenizer
     from model.gpt import GPT
 
-USAGE = "python -m tools.export RUN --format=hf|onnx|torchscript|torch_export [--out=DIR]"
+USAGE = "python -m tools.export RUN --format=hf|gguf|onnx|torchscript|torch_export [--out=DIR]"
+DTYPES = {  # which formats hold other numbers than float32
+    "float16": ("hf", "gguf"),
+    "bfloat16": ("hf", "gguf"),
+    "q8_0": ("gguf",),
+}
 
 
 @dataclass(frozen=True)
 class ExportOptions:
     """Format, destination and checkpoint."""
 
-    format: Annotated[Literal["hf", "onnx", "torchscript", "torch_export"], "file format"] = "hf"
+    format: Annotated[
+        Literal["hf", "gguf", "onnx", "torchscript", "torch_export"], "file format"
+    ] = "hf"
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16", "q8_0"],
+        "type of the weights: float16 and bfloat16 for hf and gguf, q8_0 (8 bits) for gguf",
+    ] = "float32"
     out: Annotated[str, "folder to create; default: out/RUN-FORMAT"] = ""
     which: Annotated[str, "checkpoint: best, latest or a step; default: best if there is one"] = ""
 
@@ -39,6 +51,11 @@ def main(argv: list[str]) -> int:
     """Load, export into a temporary folder, verify, rename, and print what was verified."""
     options, (run,) = parse_options(argv, ExportOptions, usage=USAGE, positionals=["RUN"])
     out = Path(options.out or f"out/{Path(run).resolve().name}-{options.format}")
+    if options.dtype != "float32" and options.format not in DTYPES[options.dtype]:
+        raise ConfigError(
+            f"dtype={options.dtype}: not for format={options.format}; use --dtype=float32, or "
+            f"--format={' or '.join(DTYPES[options.dtype])}"
+        )
     if out.exists():
         raise ConfigError(f"out={out}: already exists; choose another folder, or remove it")
 
@@ -50,7 +67,7 @@ def main(argv: list[str]) -> int:
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        lines = export(model, tokenizer, options.format, partial)
+        lines = export(model, tokenizer, options.format, partial, options.dtype)
         # Some libraries create files that only their owner can read.
         for path in (partial, *partial.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
@@ -64,12 +81,18 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def export(model: GPT, tokenizer: Tokenizer, kind: str, folder: Path) -> list[str]:
+def export(
+    model: GPT, tokenizer: Tokenizer, kind: str, folder: Path, dtype: str = "float32"
+) -> list[str]:
     """Write one format into an empty folder and verify it; return lines on what was verified."""
     if kind == "hf":
         from tools.export.huggingface import export_huggingface
 
-        return export_huggingface(model, tokenizer, folder)
+        return export_huggingface(model, tokenizer, folder, dtype)
+    if kind == "gguf":
+        from tools.export.gguf import export_gguf
+
+        return export_gguf(model, tokenizer, folder, dtype)
     (folder / "tokenizer").mkdir()
     tokenizer.save(folder / "tokenizer")
     if kind == "onnx":

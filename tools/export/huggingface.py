@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +22,16 @@ from tools.export.tokenizer import PAD, probe_text, write_tokenizer
 LIMIT = 1e-4
 
 
-def export_huggingface(model: GPT, tokenizer: Tokenizer, folder: Path) -> list[str]:
+def export_huggingface(
+    model: GPT, tokenizer: Tokenizer, folder: Path, dtype: str = "float32"
+) -> list[str]:
     """Write config, weights and tokenizer into `folder`, then load all of it with transformers.
 
     Returns lines on what was verified. Raises ConfigError naming the option or
     tokenizer that no class supports, ExportError if transformers computes something else.
     """
+    if dtype != "float32":  # what is compared has the rounded weights
+        model = deepcopy(model).to(getattr(torch, dtype)).float()
     config = model.config
     architecture = FAMILIES[family_of(config)].architecture
     try:
@@ -55,6 +60,7 @@ def export_huggingface(model: GPT, tokenizer: Tokenizer, folder: Path) -> list[s
         eos=ends if len(ends) > 1 else tokenizer.eot,
         pad=named.get("pad_token"),
         never=unused,
+        dtype=dtype,
     )
     with quiet_transformers():
         return [

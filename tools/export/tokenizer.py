@@ -29,10 +29,20 @@ PROBE = (
 def write_tokenizer(
     tokenizer: Tokenizer, folder: Path, context_length: int
 ) -> tuple[str, dict[str, int]]:
-    """Write both files into `folder` and verify them.
+    """Write both files into `folder`; return a line on what was verified, and the ids of the
+    tokens that tokenizer_config.json names: {"bos_token": 0, ...}."""
+    content, config, line = verified_tokenizer(tokenizer, context_length)
+    (folder / JSON_FILE).write_text(content, encoding="utf-8", newline="\n")
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return line, _named(content, config)
 
-    Returns a line on what was verified, and the ids of the tokens that tokenizer_config.json names:
-    {"bos_token": 0, ...}. Raises ConfigError if the files would give other ids or another text.
+
+def verified_tokenizer(
+    tokenizer: Tokenizer, context_length: int
+) -> tuple[str, dict[str, Any], str]:
+    """Return tokenizer.json, the content of tokenizer_config.json, and a line on what was verified.
+
+    Raises ConfigError if the files would give other ids or another text.
     """
     if not tokenizer.spells:
         raise ConfigError(
@@ -49,9 +59,7 @@ def write_tokenizer(
             config["pad_token"] = names.get(tokenizer.eot)
     else:
         config = _config(tokenizer, context_length)
-    (folder / JSON_FILE).write_text(content, encoding="utf-8", newline="\n")
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    return _verify(tokenizer, content, config)
+    return content, config, _verify(tokenizer, content)
 
 
 def _config(tokenizer: Tokenizer, context_length: int) -> dict[str, Any]:
@@ -68,9 +76,7 @@ def _config(tokenizer: Tokenizer, context_length: int) -> dict[str, Any]:
     }
 
 
-def _verify(
-    tokenizer: Tokenizer, content: str, config: dict[str, Any]
-) -> tuple[str, dict[str, int]]:
+def _verify(tokenizer: Tokenizer, content: str) -> str:
     from tokenizers import Tokenizer as Loaded
 
     loaded, name = Loaded.from_str(content), f"tokenizer {tokenizer.name}"
@@ -88,14 +94,19 @@ def _verify(
             raise ConfigError(f"{name}: {special} would get another id than {token}")
     if loaded.decode(theirs, skip_special_tokens=False) != tokenizer.decode(ids):
         raise ConfigError(f"{name}: its tokenizer.json decodes to another text")
-    found = {}
+    return f"{JSON_FILE}: same {len(ids)} ids and text as {tokenizer.name} on a test text"
+
+
+def _named(content: str, config: dict[str, Any]) -> dict[str, int]:
+    from tokenizers import Tokenizer as Loaded
+
+    loaded, found = Loaded.from_str(content), {}
     for role in ("bos_token", "pad_token"):
         token = config.get(role)
         token = token.get("content") if isinstance(token, dict) else token
         if token and loaded.token_to_id(token) is not None:
             found[role] = loaded.token_to_id(token)
-    line = f"{JSON_FILE}: same {len(ids)} ids and text as {tokenizer.name} on a test text"
-    return line, found
+    return found
 
 
 def probe_text(tokenizer: Tokenizer) -> str:
