@@ -24,6 +24,7 @@ from data.tokenizer import (
     Tokenizer,
     byte_tokenizer,
     char_tokenizer,
+    chat_tokenizer,
     hf_from_json,
     load_tokenizer,
     tiktoken_from_ranks,
@@ -220,6 +221,43 @@ def test_transformers_continues_as_sample_py_does(exported, greedy_text):
     found = model.generate(**given, max_new_tokens=64, do_sample=False)
     assert found.shape[1] == given["input_ids"].shape[1] + 64
     assert tokenizer.decode(found[0]).replace("<|endoftext|>", "") == greedy_text
+
+
+PROMPTS = ["def f1(", "x", "def f2(x):\n    return"]
+
+
+def test_the_first_lines_of_a_user_of_transformers_work(exported):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported("hf"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported("hf"))
+    assert tokenizer.model_input_names == ["input_ids", "attention_mask"]
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)  # on the left
+    together = model.generate(**batch, **options)
+    for prompt, ids in zip(PROMPTS, together.tolist(), strict=True):
+        alone = tokenizer(prompt, return_tensors="pt")
+        assert model.generate(**alone, **options)[0].tolist() == ids[-len(alone[0]) - 8 :]
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    written = pipe(PROMPTS[0], return_full_text=False, **options)[0]["generated_text"]
+    assert written == tokenizer.decode(together[0, -8:], skip_special_tokens=True)
+    collate = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    rows = collate([tokenizer(prompt) for prompt in PROMPTS])
+    n_pads = rows["labels"].shape[1] - 1
+    assert rows["labels"][1].tolist() == [-100] * n_pads + tokenizer("x")["input_ids"]
+    assert model(**rows).loss.isfinite()
+
+
+def test_a_chat_template_is_exported_with_the_tokenizer(tmp_path):
+    from transformers import AutoTokenizer
+
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    tokenizer = chat_tokenizer(train_bpe("bpe:400", 400, TEXTS))
+    write_tokenizer(tokenizer, tmp_path, 64)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    expected = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    assert loaded.apply_chat_template(turns, tokenize=False) == expected
+    assert loaded("<|im_end|>")["input_ids"] == [tokenizer.special["<|im_end|>"]]
 
 
 def test_a_bfloat16_folder_is_half_as_large_and_loads_as_bfloat16(

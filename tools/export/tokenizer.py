@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from cli.options import ConfigError
-from data.tokenizer import CONFIG_FILE, END_OF_TEXT, JSON_FILE, Tokenizer, byte_of_character
+from data.tokenizer import (
+    CONFIG_FILE,
+    END_OF_TEXT,
+    JSON_FILE,
+    TEMPLATE_FILE,
+    Tokenizer,
+    byte_of_character,
+)
 
 PAD = "<|pad|>"  # for a vocabulary without an end-of-text token
 PROBE = (
@@ -34,6 +41,8 @@ def write_tokenizer(
     content, config, line = verified_tokenizer(tokenizer, context_length)
     (folder / JSON_FILE).write_text(content, encoding="utf-8", newline="\n")
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    if tokenizer.chat_template:
+        (folder / TEMPLATE_FILE).write_text(tokenizer.chat_template, encoding="utf-8")
     return line, _named(content, config)
 
 
@@ -59,6 +68,9 @@ def verified_tokenizer(
             config["pad_token"] = names.get(tokenizer.eot)
     else:
         config = _config(tokenizer, context_length)
+    # transformers before 5 would add token_type_ids, which Llama's generate refuses and GPT-2 adds
+    # to the embedding.
+    config.setdefault("model_input_names", ["input_ids", "attention_mask"])
     return content, config, _verify(tokenizer, content)
 
 
