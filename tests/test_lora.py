@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from faultlib import around_steps
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -23,9 +27,10 @@ from model.huggingface import write_folder
 from model.inspect import module_rows
 from model.lora import LoraLinear, add_lora, merged
 from model.peft import read_adapters, read_settings, write_adapters
+from tools.export import __main__ as export
 from training.checkpoint import find_checkpoint, load_model_tensors
 from training.config import Config, OptimConfig, RunConfig, from_json
-from training.memory import estimate_memory
+from training.memory import estimate_memory, logits_bytes
 from training.network import new_network
 from training.optimizer import Optimizers
 from training.weights import content_hash, find_weights
@@ -134,6 +139,11 @@ def test_flops_and_memory_done_on_paper():
     count = GPT(SMALL).parameter_count()
     assert full.weights == 4 * count and lora.weights == 4 * (count + TRAINED)
     assert full.optimizer == 8 * count and lora.optimizer == 8 * TRAINED
+    large = replace(SMALL, vocab_size=50_000)  # a loss in chunks: the gradient of the head counts
+    saved = logits_bytes(large, 9_000, "float32") - logits_bytes(
+        large, 9_000, "float32", trains_head=False
+    )
+    assert saved == 4 * 8 * 50_000
     assert full.gradients == 4 * count and lora.gradients == 4 * TRAINED
 
 
@@ -145,6 +155,9 @@ def test_a_frozen_head_gets_no_gradient_and_the_others_are_right(monkeypatch):
     tokens = torch.arange(12).view(2, 6) % 10
     for model in (fast, plain := with_adapters()):
         model(tokens, tokens.roll(-1)).backward()
+    chunked = fast(tokens, tokens.roll(-1), reduction="sum").grad_fn
+    assert chunked.name() == "ChunkedLossFunctionBackward"
+    assert chunked.saved_tensors[1] is None  # as large as the head
     for (name, p), q in zip(fast.named_parameters(), plain.parameters(), strict=True):
         if p.requires_grad:
             torch.testing.assert_close(p.grad, q.grad, atol=1e-6, rtol=1e-4)
@@ -367,6 +380,23 @@ def test_tensors_that_do_not_belong_are_named(llama, tmp_path):
         find_weights(path).tensors()
 
 
+def test_a_run_is_exported_for_peft(tuned, trained_once, tmp_path, command):
+    out = tmp_path / "adapter"
+    code, said, err = command(export.main, tuned, "--format=peft", f"--out={out}", "--which=8")
+    assert code == 0, err
+    base = f"out/{trained_once.name}-hf"
+    assert f"write it there with python -m tools.export {trained_once} --format=hf" in said
+    assert f"adapters for {base}: 14 tensors, read back equal" in said
+    assert read_settings(out).base == base and read_settings(out).scale == 4
+    config = find_checkpoint(tuned, "8").config().model
+    assert all(
+        torch.equal(t, newest(tuned)[name]) for name, t in read_adapters(out, config).items()
+    )
+    code, _, err = command(export.main, trained_once, "--format=peft", f"--out={tmp_path / 'no'}")
+    assert code == 2 and "has no adapters of its own" in err
+    assert not (tmp_path / "no").exists()
+
+
 @pytest.mark.peers
 def test_peft_and_we_read_each_other(llama, tmp_path):
     peft = pytest.importorskip("peft")
@@ -396,3 +426,38 @@ def test_peft_and_we_read_each_other(llama, tmp_path):
     load_model_tensors(dict(loaded.named_parameters()), weights.tensors(), "theirs")
     torch.testing.assert_close(logits(loaded), wanted, atol=1e-5, rtol=0)
     assert (wanted - found).abs().max() > 0.1
+
+
+# SmolLM2-135M: memory
+
+MEASURED = """
+import resource, sys
+from unittest import mock
+import train
+
+with mock.patch("training.run.save"), mock.patch("training.messages.say_result"):
+    assert train.main(sys.argv[1:]) == 0
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.pretrained
+def test_rank_8_needs_less_than_half_the_memory(tmp_path, figure):
+    folder = os.environ.get("PLAINGPT_PRETRAINED") or pytest.skip("PLAINGPT_PRETRAINED is not set")
+    text = tmp_path / "text.txt"
+    text.write_text("It is the east, and Juliet is the sun. Arise, fair sun!\n" * 2000)
+    argv = [str(ROOT / "config/finetune_shakespeare.py"), f"--init_from={folder}"]
+    argv += [f"--source={text}", f"--prepared_dir={tmp_path / 'prepared'}", "--max_steps=2"]
+    argv += ["--context_length=128", "--micro_batch=1", "--global_batch=2", "--eval_windows=1"]
+    argv += ["--dtype=float32", "--report=false", "--reduction=fast"]
+    peaks, estimates = [], []
+    for name, options in {"full": [], "lora": ["--lora_rank=8"]}.items():
+        run = tmp_path / name
+        command = [sys.executable, "-c", MEASURED, *argv, *options, f"--out_dir={run}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout.split()[-1]))
+        estimates.append(estimate_memory(from_json((run / "run.json").read_text())).peak)
+    for what, (full, lora) in {"peak RSS": peaks, "estimate": estimates}.items():
+        figure(f"memory of rank 8, {what}", f"{lora / full:.0%} of all weights'")
+        assert lora <= 0.45 * full, what

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # torch is imported once the command line is known to be righ
     from data.tokenizer import Tokenizer
     from model.gpt import GPT
 
-USAGE = "python -m tools.export RUN --format=hf|gguf|onnx|torchscript|torch_export [--out=DIR]"
+USAGE = "python -m tools.export RUN --format=hf|gguf|onnx|torchscript|torch_export|peft [--out=DIR]"
 DTYPES = {  # which formats hold other numbers than float32
     "float16": ("hf", "gguf"),
     "bfloat16": ("hf", "gguf"),
@@ -37,7 +37,7 @@ class ExportOptions:
     """Format, destination and checkpoint."""
 
     format: Annotated[
-        Literal["hf", "gguf", "onnx", "torchscript", "torch_export"], "file format"
+        Literal["hf", "gguf", "onnx", "torchscript", "torch_export", "peft"], "file format"
     ] = "hf"
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16", "q8_0"],
@@ -63,11 +63,17 @@ def main(argv: list[str]) -> int:
 
     from training.weights import find_weights
 
-    model, tokenizer = find_weights(run, options.which).load(torch.device("cpu"))
+    weights = find_weights(run, options.which)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        lines = export(model, tokenizer, options.format, partial, options.dtype)
+        if options.format == "peft":
+            from tools.export.peft import export_peft
+
+            lines = export_peft(weights, partial)
+        else:
+            model, tokenizer = weights.load(torch.device("cpu"))
+            lines = export(model, tokenizer, options.format, partial, options.dtype)
         # Some libraries create files that only their owner can read.
         for path in (partial, *partial.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
