@@ -584,6 +584,7 @@ def test_a_run_names_a_tokenizer_of_the_data(own_run, tmp_path):
         ("out/small2", "did you mean out/small?"),
         ("small", "did you mean out/small?"),
         ("some/model", "hub:some/model; runs here: out/books, out/small\n"),
+        ("out/debug", "no such run yet; make it with: python train.py debug\n"),
         ("xyzzy", "xyzzy: there is no such folder; runs here: out/books, out/small\n"),
     ],
 )

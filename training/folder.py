@@ -14,7 +14,7 @@ from cli.command import make_folder
 from cli.files import free_name, replace_file, try_lock, warn_once
 from cli.options import ConfigError
 from data.prepare import find_sources
-from training.config import Config
+from training.config import CONFIGS, Config
 from training.metrics import STEP_MARK, iter_lines
 
 # What a run writes into its folder, run.json first.
@@ -94,7 +94,9 @@ def no_such_run(path: Path) -> str:
     names = difflib.get_close_matches(path.name, {Path(run).name for run in runs}, n=2)
     if close := [run for name in names for run in runs if Path(run).name == name]:
         return f"{path}: there is no such folder; did you mean {' or '.join(close)}?"
-    is_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))
+    if str(path.parent) == "out" and (CONFIGS / f"{path.name}.py").is_file():
+        return f"{path}: there is no such run yet; make it with: python train.py {path.name}"
+    is_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.is_dir()
     hub = f"; a repository of the Hugging Face Hub is named hub:{path}" if is_hub else ""
     here = f"; runs here: {', '.join(runs[:12])}" if runs else ""
     return f"{path}: there is no such folder{hub}{here}"
