@@ -73,6 +73,8 @@ def tiny_argv(tiny_folder) -> Callable[..., list[str]]:
             "out_dir": out_dir,
             **options,
         }
+        if options.get("time_budget"):  # instead of max_steps
+            del options["max_steps"]
         return [str(ROOT / "config/debug.py"), *(f"--{k}={v}" for k, v in options.items())]
 
     return argv

@@ -264,6 +264,11 @@ def test_the_ends_of_the_ranges_are_allowed(load):
         load(*[f"--{name}={value}" for name, value in options.items()])
 
 
+def test_a_number_of_steps_is_refused_beside_a_time_budget(refusal):
+    text = refusal("--max_steps=50", "--time_budget=10m")
+    assert "run.max_steps=50" in text and "run.time_budget=10m" in text and "--time_budget=" in text
+
+
 def test_all_problems_are_reported_together(refusal):
     text = refusal("--dropout=2", "--global_batch=0", "--lr=x", "--eval_interval=0", "--seeed=1")
     for part in ("dropout=2", "global_batch=0", "lr=x", "eval_interval=0", "--seeed is not"):

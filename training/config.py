@@ -354,6 +354,11 @@ def load_config(argv: Sequence[str], *, usage: str = USAGE, choose: Choose | Non
     except ConfigError as error:
         raise ConfigError([*given.problems, *error.problems], error.hints) from error
     config, problems = _conformed(with_values(in_file, typed))
+    if "run.max_steps" in typed and (budget := config.run.time_budget):
+        problems.append(
+            f"run.max_steps={typed['run.max_steps']}: has no effect with run.time_budget={budget}; "
+            "leave it out, or count steps instead of time with --time_budget="
+        )
     if problems := given.problems + problems:
         raise ConfigError(problems)
     config = replace(config, typed=typed, in_file=values_of(_conformed(in_file)[0]))

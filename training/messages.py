@@ -51,7 +51,7 @@ def introduce(
     console.say(f"data: {source}, {data.train.n_tokens:,} tokens for training, {validation}")
     count, epochs = counted(length, "step"), f"{length * n / len(data.train):.2f} epochs, "
     if length == UNKNOWN_STEPS:
-        count, epochs = f"steps for {config.run.time_budget}", ""
+        count, epochs = f"{config.run.time_budget} in steps", ""
     split = f", {counted(setup.n_micro, 'micro-batch', 'micro-batches')}" * (setup.n_micro > 1)
     optimizer = "adamw" if config.run.lora_rank else config.optim.optimizer
     what = f"{count} of {n * T:,} tokens ({n} x {T}{split})"
