@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cli.options import ConfigError
-from data.tokenizer import byte_tokenizer, char_tokenizer, hf_from_json, train_bpe
+from data.tokenizer import byte_tokenizer, char_tokenizer, chat_tokenizer, hf_from_json, train_bpe
 from model.config import ModelConfig
 from model.gpt import GPT
 from tools.export import __main__ as export
@@ -144,6 +144,17 @@ def test_the_file_says_how_to_compute_and_to_encode(tmp_path):
     assert found["tokenizer.ggml.add_bos_token"] is False
     assert len(found["tokenizer.ggml.merges"]) == 699 - 256
     assert "tokenizer.chat_template" not in found
+
+
+def test_a_chat_template_comes_along_and_the_end_of_a_turn_ends_an_answer(tmp_path):
+    tokenizer = chat_tokenizer(LLAMA_BPE)
+    export_gguf(make(), tokenizer, tmp_path, "float32")
+    found = fields(tmp_path / FILE)
+    assert found["tokenizer.chat_template"] == tokenizer.chat_template
+    assert found["tokenizer.ggml.tokens"][700:702] == ["<|im_start|>", "<|im_end|>"]
+    assert found["tokenizer.ggml.token_type"][700:702] == [3, 3]
+    assert found["tokenizer.ggml.eos_token_id"] == 699
+    assert found["tokenizer.ggml.eot_token_id"] == 701
 
 
 def digits_and_words() -> object:
