@@ -104,7 +104,8 @@ class LastingStream:
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream, self._name, self.other = stream, name, stream
+        self._stream, self._name = stream, name
+        self.other: TextIO | LastingStream = stream
 
     def write(self, text: str) -> int:
         self._try(lambda: self._stream.write(text))
@@ -136,7 +137,7 @@ def lasting_output() -> Iterator[None]:
     before = sys.stdout, sys.stderr
     out, err = LastingStream(sys.stdout, "stdout"), LastingStream(sys.stderr, "stderr")
     out.other, err.other = err, out
-    sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
+    sys.stdout, sys.stderr = out, err
     try:
         yield
     finally:

@@ -90,7 +90,7 @@ def free_name(path: Path) -> Path:
     return candidate
 
 
-def try_lock(stream: IO, shared: bool = False) -> str:
+def try_lock(stream: IO[Any], shared: bool = False) -> str:
     """Lock an open file until it is closed, or its process ends in any way (flock).
 
     Returns "locked", "held" if another process has it, or "no locks" if this platform or file
@@ -113,7 +113,7 @@ def try_lock(stream: IO, shared: bool = False) -> str:
     return "locked"
 
 
-def sync(stream: IO) -> None:
+def sync(stream: IO[Any]) -> None:
     """Flush a file to the disk with os.fsync, so that it survives a power cut."""
     stream.flush()
     with _sync_is_optional():

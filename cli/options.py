@@ -115,10 +115,10 @@ def _convert(annotation: Any, value: Any, convert: Callable[[Any, Any], Any]) ->
     members = get_args(annotation)
     if _is_union(annotation):
         # Literals first: in `int | None | Literal["auto"]` the word auto is a value of its own.
-        for member in sorted(members, key=lambda member: get_origin(member) is not Literal):
+        for member in sorted(members, key=lambda member: not _is_literal(member)):
             with suppress(ValueError):
                 return _convert(member, value, convert)
-    elif get_origin(annotation) is Literal:
+    elif _is_literal(annotation):
         for choice in members:
             with suppress(ValueError):
                 if convert(type(choice), value) == choice:
@@ -159,6 +159,10 @@ def _from_value(kind: type, value: Any) -> Any:
     raise ValueError(value)
 
 
+def _is_literal(annotation: Any) -> bool:
+    return get_origin(annotation) is Literal
+
+
 def _is_union(annotation: Any) -> bool:
     # `int | None` and `Union[int, None]` have different origins before Python 3.14.
     origin = get_origin(annotation)
@@ -177,7 +181,7 @@ def in_short(annotation: Any) -> str:
 
 def _spell(annotation: Any, form: int, between: str) -> str:
     members = get_args(annotation)
-    if get_origin(annotation) is Literal:
+    if _is_literal(annotation):
         return between.join(map(str, members))
     if get_origin(annotation) is tuple:
         return _spell(members[0], form, between) + " (may be repeated)"
@@ -201,7 +205,8 @@ def typed_text(value: Any) -> str:
 def wrong_types(section: str, config: Any) -> list[str]:
     """Return one line per field whose value is not of its declared type."""
     found = []
-    for option in _options_of(section, type(config)):
+    kind: type = type(config)
+    for option in _options_of(section, kind):
         try:
             conform(option.annotation, getattr(config, option.name), option.full_name)
         except ValueError as error:

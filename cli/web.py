@@ -81,5 +81,5 @@ def make_server(app: Any) -> Any:
     """Return a uvicorn server for `app`; requests that do not end are cut off after 3 s."""
     import uvicorn
 
-    quiet = {"log_level": "error", "access_log": False}
-    return uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=3, **quiet))
+    config = uvicorn.Config(app, timeout_graceful_shutdown=3, log_level="error", access_log=False)
+    return uvicorn.Server(config)

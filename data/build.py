@@ -358,8 +358,8 @@ class Build:
             # First, so that the journal lists no shard of other content than the folder is named
             # for, whatever happens next.
             self._check_unchanged(number)
-            shards = [writers.pop(split).close() for split in sorted(writers)]
-            shards = [shard for shard in shards if shard is not None]
+            closed = [writers.pop(split).close() for split in sorted(writers)]
+            shards = [shard for shard in closed if shard is not None]
             self.journal.add(number, tasks, complete, shards)
 
         try:

@@ -199,14 +199,14 @@ def _matched(text: str, messages: Messages, tokenizer: Tokenizer, reply: bool) -
     return None
 
 
-def _attempts(messages: Messages) -> list[list[int | None]]:
+def _attempts(messages: Messages) -> list[Sequence[int | None]]:
     """Return ways to put marks in place of the contents: for each message, the number of characters
     that stay before the mark, or None for no mark.
 
     Templates may test for an empty content, or cut the reasoning out of an answer.
     """
     blank = [not message["content"].strip() for message in messages]
-    found: list[list[int | None]] = []
+    found: list[Sequence[int | None]] = []
     for kept in ([0] * len(messages), [_reasoning(message) for message in messages]):
         found += [kept, [None if b else n for n, b in zip(kept, blank, strict=True)]]
     return [kept for i, kept in enumerate(found) if kept not in found[:i]]

@@ -249,10 +249,10 @@ def _find_ids(path: Path, vocab_size: int, width: str = "auto") -> IdsFile:
     with path.open("rb") as stream:
         header = np.frombuffer(stream.read(12).ljust(12, b"\0"), dtype="<i4").tolist()
     if size >= HEADER_BYTES and header[0] in LLM_C_MAGIC:
-        dtype, count = LLM_C_MAGIC[header[0]], header[2]
-        if size != HEADER_BYTES + count * np.dtype(dtype).itemsize:
+        of_header, count = LLM_C_MAGIC[header[0]], header[2]
+        if size != HEADER_BYTES + count * np.dtype(of_header).itemsize:
             raise ConfigError(f"{path}: its header promises {count} ids, but it has {size} bytes")
-        return IdsFile(path, HEADER_BYTES, dtype, count)
+        return IdsFile(path, HEADER_BYTES, of_header, count)
     dtype = np.dtype(dtype_for(vocab_size) if width == "auto" else width).newbyteorder("<")
     if size % dtype.itemsize:
         raise ConfigError(

@@ -246,9 +246,10 @@ def _identity(config: DataConfig) -> str:
         tokenizer = ready_tokenizer(name)
     except OSError as error:  # the user's mistake, not a disk that cannot be written
         raise ConfigError(f"data.tokenizer={name}: cannot be read: {error}") from error
+    assert tokenizer is not None  # a name in BY_CONTENT is never made from the text
     # KIND_FILE holds a path.
     files = {file: text for file, text in tokenizer.files.items() if file != KIND_FILE}
-    does = [sorted(files.items()), tokenizer.eot, tokenizer.bos]
+    does: list[object] = [sorted(files.items()), tokenizer.eot, tokenizer.bos]
     if name.startswith("run:"):  # may be of any kind, also one without files
         does.append(list(tokenizer.table))
     return hashlib.sha256(repr(does).encode()).hexdigest()
@@ -380,7 +381,12 @@ def main(argv: list[str]) -> int:
         verify(prepared_folder(config))
     else:
         said: list[str] = []
-        folder = prepare(config, say=lambda text: said.append(text) or print_line(text))
+
+        def say(text: str) -> None:
+            said.append(text)
+            print_line(text)
+
+        folder = prepare(config, say=say)
         if not any(text.startswith("prepared ") for text in said):
             print_line(f"{near(folder)} is up to date: {summary(read_meta(folder))}")
     return 0

@@ -15,7 +15,7 @@ import shutil
 import sysconfig
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,12 +182,15 @@ class Index:
         if digest != self.digest:
             self.append([digest])
         if self._path is not None and len(self._lines) > len(hashes) + STALE_LINES:
-            entries = [*([*stamp, sha256] for stamp, sha256 in hashes.items()), [digest]]
+            entries: list[list[Any]] = [
+                *([*stamp, sha256] for stamp, sha256 in hashes.items()),
+                [digest],
+            ]
             with contextlib.suppress(OSError):  # the old file serves as well
-                replace_file(self._path, b"".join(map(_line, entries)))
+                replace_file(self._path, b"".join(_line(entry) for entry in entries))
 
 
-def _line(entry: list) -> bytes:
+def _line(entry: Sequence[Any]) -> bytes:
     text = json.dumps(entry).encode()
     # A newline at the start too: what a kill or a full disk has torn remains a line of its own.
     return b"\n%08x %s\n" % (zlib.crc32(text), text)

@@ -514,7 +514,9 @@ def _json_items(file: Path, options: ReadOptions) -> Iterator[Row]:
     decoder, text = json.JSONDecoder(), decoded(chunks(file), file, options.errors)
     buffer, at, number, in_array, read = "", 0, 0, False, 0
     while True:
-        at = _BETWEEN.match(buffer, at).end()
+        between = _BETWEEN.match(buffer, at)
+        assert between is not None  # it matches the empty text, too
+        at = between.end()
         mark = buffer[at : at + 1]
         if mark == "[" and number == 0 and not in_array:
             in_array, at = True, at + 1

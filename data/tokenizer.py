@@ -74,7 +74,7 @@ class Tokenizer:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """All ids that end a sample."""
-        return (*self.ends, *({self.eot} - {None, *self.ends}))
+        return self.ends if self.eot is None or self.eot in self.ends else (*self.ends, self.eot)
 
     @property
     def between(self) -> tuple[int, ...]:

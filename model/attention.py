@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ModelConfig, attention_dropout
+from model.config import ResolvedConfig, attention_dropout
 from model.layers import RMSNorm
 from model.rope import rotate
 
@@ -246,7 +246,7 @@ class KVCache:
 class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention with rotary positions: (B, T, C) -> (B, T, C)."""
 
-    def __init__(self, config: ModelConfig, layer: int, backend: str = "sdpa") -> None:
+    def __init__(self, config: ResolvedConfig, layer: int, backend: str = "sdpa") -> None:
         super().__init__()
         C, D = config.d_model, config.d_head
         self.layer, self.d_head, self.dropout = layer, D, attention_dropout(config)
@@ -273,7 +273,7 @@ class CausalSelfAttention(nn.Module):
         q = self.q_proj(x).view(B, T, -1, self.d_head)  # (B, T, H, D)
         k = self.k_proj(x).view(B, T, -1, self.d_head)  # (B, T, H_kv, D)
         v = self.v_proj(x).view(B, T, -1, self.d_head)  # (B, T, H_kv, D)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             # QK-norm bounds the scores, so softmax cannot saturate at high learning rates (Henry et
             # al. 2020). Done before the transpose, while each head is contiguous in memory.
             q, k = self.q_norm(q), self.k_norm(k)
@@ -285,4 +285,5 @@ class CausalSelfAttention(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         out, _ = self.attend(q, k, v, causal=True, dropout_p=dropout_p, documents=documents)
         out = out.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H D): the heads side by side
-        return self.o_proj(out)  # (B, T, C): mixes what the heads found
+        mixed: Tensor = self.o_proj(out)  # (B, T, C): of what the heads found
+        return mixed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeGuard
 
 from cli.options import ConfigError, wrong_types
 
@@ -105,7 +105,7 @@ class ModelConfig:
             found.append("model.qkv_bias=true: model.bias=true has these biases; set one of them")
         return found
 
-    def resolved(self, vocab_size: int | None = None) -> ModelConfig:
+    def resolved(self, vocab_size: int | None = None) -> ResolvedConfig:
         """Return this config with every derived value filled in.
 
         vocab_size: number of ids the tokenizer has; a larger `vocab_size` in this config (padding
@@ -130,13 +130,32 @@ class ModelConfig:
             # (Shazeer 2020). Rounded up to a multiple that matrix units like.
             multiple = 64 if self.d_model >= 64 else 8
             d_mlp = -(-8 * self.d_model // (3 * multiple)) * multiple
-        return replace(
+        config = replace(
             self,
             n_kv_heads=self.n_kv_heads or self.n_heads,
             d_head=self.d_head or self.d_model // self.n_heads,
             d_mlp=self.d_mlp or d_mlp,
             vocab_size=known,
         )
+        assert is_resolved(config)
+        return config
+
+
+class ResolvedConfig(ModelConfig):
+    """A ModelConfig without None in its sizes, for type checkers.
+
+    No object has this class: it would not equal the same ModelConfig read from run.json.
+    """
+
+    n_kv_heads: int
+    d_head: int
+    d_mlp: int
+    vocab_size: int
+
+
+def is_resolved(config: ModelConfig) -> TypeGuard[ResolvedConfig]:
+    """Return whether every derived size is filled in, as `ModelConfig.resolved` does."""
+    return None not in (config.n_kv_heads, config.d_head, config.d_mlp, config.vocab_size)
 
 
 def attention_dropout(config: ModelConfig) -> float:

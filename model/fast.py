@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 
 from model import loss
 from model.layers import RMSNorm
@@ -38,7 +39,10 @@ class FastRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if trains_on_cpu(x) and x.dtype == self.weight.dtype:
-            return RMSNormFunction.apply(x, self.weight, self.eps)
+            y: Tensor = RMSNormFunction.apply(  # type: ignore[no-untyped-call]  # PyTorch's has no types
+                x, self.weight, self.eps
+            )
+            return y
         return super().forward(x)
 
 
@@ -53,7 +57,9 @@ class FastCrossEntropy(loss.CrossEntropy):
         by_hand = x.requires_grad and reduction != "none" and dtype != torch.float16
         if not (by_hand and loss.in_chunks(head, flat_targets)):
             return super().forward(x, head, targets, reduction)
-        total = ChunkedLossFunction.apply(x.flatten(0, 1), head, flat_targets, dtype)
+        total: Tensor = ChunkedLossFunction.apply(  # type: ignore[no-untyped-call]  # PyTorch's has no types
+            x.flatten(0, 1), head, flat_targets, dtype
+        )
         if reduction == "sum":
             return total
         return total / (flat_targets != loss.IGNORE_INDEX).sum().clamp(min=1)
@@ -63,7 +69,10 @@ class FastCrossEntropy(loss.CrossEntropy):
         if not trains_on_cpu(logits):
             return super().losses(x, head, targets)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return CrossEntropyFunction.apply(logits, targets, loss.IGNORE_INDEX)
+        losses: Tensor = CrossEntropyFunction.apply(  # type: ignore[no-untyped-call]  # PyTorch's has no types
+            logits, targets, loss.IGNORE_INDEX
+        )
+        return losses
 
 
 FASTER: dict[type, type] = {RMSNorm: FastRMSNorm, loss.CrossEntropy: FastCrossEntropy}
@@ -76,10 +85,15 @@ def trains_on_cpu(x: Tensor) -> bool:
     """
     if not (x.requires_grad and x.is_cpu):
         return False
-    return not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # has no types
+    return not (torch.compiler.is_compiling() or tracing)
 
 
-def once_differentiable(backward: Callable) -> Callable:
+Gradients = tuple[Tensor | None, ...]
+Backward = Callable[[BackwardCFunction, Tensor], Gradients]
+
+
+def once_differentiable(backward: Backward) -> Backward:
     """Refuse create_graph=True for a backward pass that has no derivative of its own.
 
     PyTorch's decorator of this name cuts the graph here. Then `backward()` raises, but
@@ -87,13 +101,13 @@ def once_differentiable(backward: Callable) -> Callable:
     """
 
     @functools.wraps(backward)
-    def checked(ctx, *grads: Tensor) -> tuple:
+    def checked(ctx: BackwardCFunction, grad: Tensor) -> Gradients:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
                 f"{type(ctx).__name__} has no second derivative (create_graph=True): its backward "
                 "is written by hand. A model without model.fast.speed_up has one"
             )
-        return backward(ctx, *grads)
+        return backward(ctx, grad)
 
     return checked
 
@@ -102,7 +116,7 @@ class RMSNormFunction(Function):
     """y = x s w with s = 1 / sqrt(mean(x^2) + eps), over the last dimension: x (..., C), w (C,)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: BackwardCFunction, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (..., 1), in one pass
         scale = torch.rsqrt(norm * norm / x.shape[-1] + eps)
         ctx.save_for_backward(x, weight, scale)
@@ -110,14 +124,15 @@ class RMSNormFunction(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         """dx = s (g w - x s mean(g w x s)) and dw = sum(g x s), g being the gradient of y.
 
         LayerNorm's backward, which PyTorch has as one kernel, is the same with x - mean in place of
         x, and subtracts s mean(g w) from dx. So call it with a mean of 0, and add that term back.
         """
-        x, weight, scale = ctx.saved_tensors
-        wanted = [True, ctx.needs_input_grad[1], False]  # no gradient of a frozen weight
+        x, weight, scale = ctx.saved_tensors  # type: ignore[misc]  # typed as one tensor
+        trains = ctx.needs_input_grad[1]  # type: ignore[misc]  # typed as one bool
+        wanted = [True, trains, False]  # no gradient of a frozen weight
         dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
             grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None, wanted
         )
@@ -129,7 +144,7 @@ class CrossEntropyFunction(Function):
     """-log softmax(logits)[target], 0 where the target is `ignored`: (N, V), (N,) -> (N,)."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    def forward(ctx: BackwardCFunction, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
         counts = targets != ignored
         index = targets.where(counts, 0)[:, None]  # (N, 1)
         log_p = torch.log_softmax(logits, dim=-1)  # (N, V)
@@ -138,9 +153,9 @@ class CrossEntropyFunction(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor, None, None]:
         """(softmax - one-hot) times the gradient, written over log_p, which is used up."""
-        log_p, index, counts = ctx.saved_tensors
+        log_p, index, counts = ctx.saved_tensors  # type: ignore[misc]  # typed as one tensor
         grad = (grad * counts)[:, None]  # (N, 1)
         dlogits = log_p.exp_().mul_(grad)
         return dlogits.scatter_add_(1, index, -grad), None, None
@@ -155,10 +170,13 @@ class ChunkedLossFunction(Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: BackwardCFunction, x: Tensor, head: Tensor, targets: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         """dtype: of the products. The gradient of head is summed in head's own dtype."""
-        weight, trains = head.to(dtype), ctx.needs_input_grad[1]
-        dx, dhead, losses = torch.empty_like(x), torch.zeros_like(head) if trains else None, []
+        trains = ctx.needs_input_grad[1]  # type: ignore[misc]  # typed as one bool
+        weight, dhead = head.to(dtype), torch.zeros_like(head) if trains else None
+        dx, losses = torch.empty_like(x), []
         for start in range(0, len(x), loss.CHUNK_TOKENS):
             n = slice(start, start + loss.CHUNK_TOKENS)
             rows, index = x[n].to(dtype), targets[n][:, None]  # (n, C), (n, 1)
@@ -168,18 +186,18 @@ class ChunkedLossFunction(Function):
             dlogits = dlogits.to(dtype)
             dx[n] = (dlogits @ weight) * counts
             rows = rows * counts  # (n, C): a smaller product than that of (n, V)
-            if trains and dtype == head.dtype:
+            if dhead is not None and dtype == head.dtype:
                 dhead.addmm_(dlogits.t(), rows)
-            elif trains:
+            elif dhead is not None:
                 dhead += dlogits.t() @ rows
             del dlogits  # before the next chunk's logits are made
-        ctx.save_for_backward(dx, dhead)
+        ctx.save_for_backward(dx, dhead)  # type: ignore[arg-type]  # None is saved, too
         return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        dx, dhead = ctx.saved_tensors
+    def backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        dx, dhead = ctx.saved_tensors  # type: ignore[misc]  # typed as one tensor
         return dx * grad, dhead if dhead is None else dhead * grad, None, None
 
 

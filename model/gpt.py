@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from cli.options import ConfigError
 from model.attention import ATTENTION, Attend, CausalSelfAttention, KVCache, Rotation
-from model.config import ModelConfig
+from model.config import ModelConfig, ResolvedConfig
 from model.layers import MLPS, NORMS
 from model.loss import CrossEntropy, Reduction
 from model.rope import Rope
@@ -33,7 +33,7 @@ class Block(nn.Module):
     et al. 2017, deep models train only with a long warmup (Xiong et al. 2020).
     """
 
-    def __init__(self, config: ModelConfig, layer: int, attention: str) -> None:
+    def __init__(self, config: ResolvedConfig, layer: int, attention: str) -> None:
         super().__init__()
         norm = NORMS[config.norm]
         self.attn_norm = norm(config.d_model, config.norm_eps, config.bias)
@@ -50,7 +50,8 @@ class Block(nn.Module):
         documents: Tensor | None = None,
     ) -> Tensor:
         x = x + self.drop(self.attn(self.attn_norm(x), rotation, cache, documents))  # (B, T, C)
-        return x + self.drop(self.mlp(self.mlp_norm(x)))  # (B, T, C)
+        x = x + self.drop(self.mlp(self.mlp_norm(x)))  # (B, T, C)
+        return x
 
 
 class GPT(nn.Module):
@@ -136,7 +137,8 @@ class GPT(nn.Module):
         x = self.norm(x)  # pre-norm leaves the last sum unnormalized
         if targets is None:
             return F.linear(x[:, -1:] if last_only else x, self.head_weight)
-        return self.loss(x, self.head_weight, targets, reduction)
+        loss: Tensor = self.loss(x, self.head_weight, targets, reduction)
+        return loss
 
     def _positions(self, tokens: Tensor, start: int) -> Tensor:
         end, context = start + tokens.shape[1], self.config.context_length
@@ -146,8 +148,9 @@ class GPT(nn.Module):
 
     def use_attention(self, backend: str | Attend) -> None:
         """Switch every layer to a backend: a name in ATTENTION, or your own function."""
-        for layer in self.layers:
-            layer.attn.attend = ATTENTION[backend] if isinstance(backend, str) else backend
+        for module in self.modules():
+            if isinstance(module, CausalSelfAttention):
+                module.attend = ATTENTION[backend] if isinstance(backend, str) else backend
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

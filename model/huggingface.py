@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from cli.options import ConfigError
-from model.config import ModelConfig, attention_dropout
+from model.config import ModelConfig, ResolvedConfig, attention_dropout
 from model.gpt import GPT
 
 Json = Mapping[str, Any]
@@ -66,7 +66,7 @@ class Family:
     architecture: str
     fixed: dict[str, Any]  # option -> the only value, or tuple of values, that the class has
     fields: dict[str, Field]  # option -> the field that holds it
-    features: dict[str, tuple]  # field -> the values we support, None for absent or null
+    features: dict[str, tuple[Any, ...]]  # field -> the values we support, None for absent or null
     tensors: dict[str, str]  # module -> theirs; modules with the same one lie in it side by side
     transposed: bool = False  # the matrices of the layers are stored (in, out)
     absent: Json | None = None  # what fields mean that config.json leaves out
@@ -237,7 +237,7 @@ FAMILIES = {
 # config.json
 
 
-def from_huggingface(about: Json) -> ModelConfig:
+def from_huggingface(about: Json) -> ResolvedConfig:
     """Return the (resolved) ModelConfig of a parsed config.json; dropout is left at 0.
 
     Raises ConfigError listing every feature that the model here does not have.
@@ -268,7 +268,7 @@ def from_huggingface(about: Json) -> ModelConfig:
         problems = [_their_words(problem, family) for problem in config.problems()]
     if problems:
         raise ConfigError([f"config.json ({name}): {problem}" for problem in problems])
-    return config.resolved(config.vocab_size)
+    return config.resolved()
 
 
 def _unsupported(about: Json, family: Family) -> list[str]:
@@ -326,7 +326,7 @@ def _read_rope(about: Json, problems: list[str]) -> dict[str, Any]:
             return {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
         theta = float(rope.get("rope_theta") or about.get("rope_theta") or 10000.0)
-        fixed = {"partial_rotary_factor": (None, 1)}
+        fixed: dict[str, tuple[int | None, ...]] = {"partial_rotary_factor": (None, 1)}
         if kind == "llama3":
             fixed |= {"low_freq_factor": (1,), "high_freq_factor": (4,)}
         elif kind != "default":
@@ -347,7 +347,7 @@ def _read_rope(about: Json, problems: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _write_rope(config: ModelConfig) -> dict[str, Any]:
+def _write_rope(config: ResolvedConfig) -> dict[str, Any]:
     scaling = None
     if config.rope_scaling == "llama3":
         scaling = {
@@ -364,7 +364,7 @@ def _write_rope(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_huggingface(
-    config: ModelConfig, *, bos: int | None, eos: int | list[int] | None
+    config: ResolvedConfig, *, bos: int | None, eos: int | list[int] | None
 ) -> dict[str, Any]:
     """Return config.json for a (resolved) model whose documents begin with `bos` and end with
     `eos`.
@@ -396,7 +396,7 @@ def to_huggingface(
     return about | left_out | rest
 
 
-def family_of(config: ModelConfig) -> str:
+def family_of(config: ResolvedConfig) -> str:
     """Return the family that a (resolved) model fits, by its name in FAMILIES.
 
     Raises ConfigError naming the options that do not fit the nearest family.
@@ -413,7 +413,7 @@ def family_of(config: ModelConfig) -> str:
     return nearest[0]
 
 
-def _misfits(config: ModelConfig, name: str) -> list[str]:
+def _misfits(config: ResolvedConfig, name: str) -> list[str]:
     def typed(value: Any) -> str:
         return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -438,10 +438,10 @@ def _misfits(config: ModelConfig, name: str) -> list[str]:
 # Tensors
 
 
-def parameter_names(config: ModelConfig) -> list[str]:
+def parameter_names(config: ResolvedConfig) -> list[str]:
     """Return the names of the parameters of GPT(config), from the smallest model that has them."""
-    small = {"n_heads": 1, "n_kv_heads": 1, "d_model": 2, "d_head": 2, "d_mlp": 1}
-    model = GPT(replace(config, **small, vocab_size=1, context_length=1), seed=None)
+    narrow = replace(config, n_heads=1, n_kv_heads=1, d_model=2, d_head=2, d_mlp=1)
+    model = GPT(replace(narrow, vocab_size=1, context_length=1), seed=None)
     return [name for name, _ in model.named_parameters()]
 
 
@@ -508,7 +508,7 @@ def conversion(path: Path) -> str:
     return f"{what}: python -c {shlex.quote(code)}, which writes {new}"
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path) -> ResolvedConfig:
     """Return the ModelConfig of a folder.
 
     Raises ConfigError naming the features that the model here does not have, or if there are no
@@ -542,7 +542,7 @@ def read_config(path: Path) -> ModelConfig:
     return config
 
 
-def read_tensors(path: Path, config: ModelConfig) -> dict[str, Tensor]:
+def read_tensors(path: Path, config: ResolvedConfig) -> dict[str, Tensor]:
     """Return the folder's tensors by our names, in float32; `config` comes from `read_config`.
 
     Raises ConfigError listing the tensors that do not fit, DamagedFolder if the weights are
@@ -634,7 +634,7 @@ def read_json(path: Path) -> Any:
 
 def write_folder(
     path: Path,
-    config: ModelConfig,
+    config: ResolvedConfig,
     tensors: Mapping[str, Tensor],
     *,
     bos: int | None,

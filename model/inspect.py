@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +59,7 @@ def module_rows(model: GPT) -> Iterator[Row]:
     T = c.context_length
     yield Row(0, "GPT", "", model.parameter_count(), model.flops_per_token(T))
     for name, module in model.named_children():
-        if name == "layers":
+        if isinstance(module, nn.ModuleList):  # the layers
             yield Row(1, f"layers: {len(module)} alike, each", "", *_cost(module[0], T))
             yield from _inner_rows(module[0], 2, T)
         elif any(True for _ in module.parameters()):
@@ -110,12 +111,13 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
     """
     maps: list[Tensor] = []
 
-    def recorded(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, None]:
+    def recorded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
         out, weights = reference_attention(q, k, v, **options, return_weights=True)
+        assert weights is not None
         maps.append(weights)  # (B, H, T, T)
         return out, None
 
-    attend = model.layers[0].attn.attend
+    attend = next(m.attend for m in model.modules() if isinstance(m, CausalSelfAttention))
     model.use_attention(recorded)
     try:
         with inference(model):

@@ -1,8 +1,9 @@
 """Norms and MLPs.
 
-To add one: write the class, put it into the dict at the end of this file, and add its name to the
-choices in ModelConfig. An MLP is (B, T, C) -> (B, T, C); its last projection is `down_proj`, which
-starts at 0, and `gated` says whether two projections are multiplied, see ModelConfig.resolved.
+To add one: write the class, put it into the dict at the end of this file (an MLP's class into the
+dict's type, too), and add its name to the choices in ModelConfig. An MLP is (B, T, C) -> (B, T, C);
+its last projection is `down_proj`, which starts at 0, and `gated` says whether two projections are
+multiplied, see ModelConfig.resolved.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.silu(self.gate_proj(x)) * self.up_proj(x)  # (B, T, C) -> (B, T, M)
-        return self.down_proj(hidden)  # (B, T, C)
+        out: Tensor = self.down_proj(hidden)  # (B, T, C)
+        return out
 
 
 class GELU(nn.Module):
@@ -77,7 +79,8 @@ class GELU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.up_proj(x), approximate=self.approximate)  # (B, T, M)
-        return self.down_proj(hidden)  # (B, T, C)
+        out: Tensor = self.down_proj(hidden)  # (B, T, C)
+        return out
 
 
 class GELUErf(GELU):
@@ -98,8 +101,15 @@ class ReLU2(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.relu(self.up_proj(x))  # (B, T, M)
-        return self.down_proj(hidden * hidden)  # a product: pow is slower, forward and backward
+        # A product: pow is slower, forward and backward.
+        out: Tensor = self.down_proj(hidden * hidden)  # (B, T, C)
+        return out
 
 
 NORMS = {"rms": RMSNorm, "layer": LayerNorm}
-MLPS = {"swiglu": SwiGLU, "gelu": GELU, "gelu_erf": GELUErf, "relu2": ReLU2}
+MLPS: dict[str, type[SwiGLU | GELU | ReLU2]] = {
+    "swiglu": SwiGLU,
+    "gelu": GELU,
+    "gelu_erf": GELUErf,
+    "relu2": ReLU2,
+}

@@ -46,6 +46,7 @@ def add_lora(model: GPT, rank: int, alpha: float, seed: int | None) -> None:
         if not isinstance(module, nn.Linear):
             continue
         module.__class__ = LoraLinear  # the same object: names and weights stay
+        assert isinstance(module, LoraLinear)
         module.scale = alpha / rank
         module.lora_a = nn.Parameter(module.weight.new_empty(rank, module.in_features))
         module.lora_b = nn.Parameter(module.weight.new_empty(module.out_features, rank))

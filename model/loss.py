@@ -5,6 +5,7 @@ N tokens, B T of them   C width   V vocabulary
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -34,8 +35,8 @@ class CrossEntropy(nn.Module):
         flat_x, flat_targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
         if in_chunks(head, flat_targets):
             pieces = zip(flat_x.split(CHUNK_TOKENS), flat_targets.split(CHUNK_TOKENS), strict=True)
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            parts = [checkpoint(self.losses, a, head, t, **options) for a, t in pieces]
+            again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            parts = [again(self.losses, a, head, t) for a, t in pieces]
             losses = torch.cat(parts)
         else:
             losses = self.losses(flat_x, head, flat_targets)

@@ -22,7 +22,7 @@ import safetensors.torch
 from torch import Tensor
 
 from cli.options import ConfigError
-from model.config import ModelConfig
+from model.config import ResolvedConfig
 from model.huggingface import (
     FAMILIES,
     DamagedFolder,
@@ -94,7 +94,7 @@ def read_settings(path: Path) -> Settings:
     return Settings(base, alpha / (math.sqrt(rank) if about.get("use_rslora") else rank))
 
 
-def read_adapters(path: Path, config: ModelConfig) -> dict[str, Tensor]:
+def read_adapters(path: Path, config: ResolvedConfig) -> dict[str, Tensor]:
     """Return the adapters by our names, `layers.N.attn.q_proj.lora_a` ..., in float32.
 
     config: the base's. Raises ConfigError for tensors that do not belong to its linear layers,
@@ -122,7 +122,7 @@ def read_adapters(path: Path, config: ModelConfig) -> dict[str, Tensor]:
 
 def write_adapters(
     path: Path,
-    config: ModelConfig,
+    config: ResolvedConfig,
     adapters: Mapping[str, Tensor],
     *,
     base: str,
@@ -159,7 +159,7 @@ def write_adapters(
     (path / ADAPTERS).write_bytes(safetensors.torch.save(theirs, metadata={"format": "pt"}))
 
 
-def _modules(config: ModelConfig) -> dict[str, list[str]]:
+def _modules(config: ResolvedConfig) -> dict[str, list[str]]:
     """Return {their linear layer: the modules of ours that lie in it} of the model's blocks."""
     weights = [name for name in parameter_names(config) if name.endswith("_proj.weight")]
     names = their_names(weights, FAMILIES[family_of(config)])

@@ -22,10 +22,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from model.config import ModelConfig
+from model.config import ResolvedConfig
 
 
-def rope_frequencies(config: ModelConfig) -> Tensor:
+def rope_frequencies(config: ResolvedConfig) -> Tensor:
     """Return the angle per position of each plane, (D/2,), float64.
 
     Plain: theta^(-2i/D). With `rope_scaling=llama3`, as in Llama 3.1: wavelengths longer than the
@@ -61,7 +61,7 @@ class Rope(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ResolvedConfig) -> None:
         super().__init__()
         self.config = config
         self._build(torch.empty(0).device)
@@ -75,7 +75,7 @@ class Rope(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rope:
         """Follow .to(), .cuda() and .bfloat16() to the device, but not to the dtype."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # PyTorch's has no types
         self._build(self.cos.device)
         return self
 

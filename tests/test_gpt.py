@@ -226,6 +226,7 @@ def test_a_model_made_in_python_is_resolved_and_has_its_initial_weights():
     model, other = GPT(config), GPT(config, seed=1)
     assert torch.equal(torch.random.get_rng_state(), state)  # none of torch's own draws
     assert model.config == config.resolved(50)
+    assert type(model.config) is ModelConfig  # or it would not equal the one read from run.json
     assert (model.config.d_head, model.config.d_mlp, model.config.n_kv_heads) == (32, 384, 4)
     for name, p in model.named_parameters():
         assert torch.equal(p, model.initial_weight(name, 0)), name
