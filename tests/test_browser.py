@@ -233,6 +233,17 @@ def test_a_run_that_has_only_started(browser, tmp_path):
     assert errors(browser) == []
 
 
+def test_the_first_logged_step_is_seen(browser, tmp_path):
+    folder = write_run(tmp_path / "new", steps=2)
+    open_page(browser, write_report(read_history(folder), tmp_path / "new.html"), DESKTOP)
+    dots = "return [...document.querySelectorAll('.chart')].map("
+    dots += "(chart) => chart.querySelectorAll('circle').length)"
+    counts = browser.execute_script(dots)
+    assert counts[0] == 2 and set(counts[1:]) == {1}  # as logged, and smoothed
+    assert ticks(browser, "x")[0] == "0"
+    assert errors(browser) == []
+
+
 def test_two_runs_in_one_page(browser, tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=100, seed=7)
     log = b / "metrics.jsonl"

@@ -296,7 +296,7 @@ def reasons(
         ),
         (
             "model",
-            f"{model.n_layers} layers of width {model.d_model}",
+            f"{model.n_layers} layer{'s' * (model.n_layers > 1)} of width {model.d_model}",
             limit,
             "model.d_model",
         ),

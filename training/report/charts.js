@@ -152,7 +152,8 @@ class Chart {
     const inner = this.width - left - right, base = this.height - bottom;
     const scaled = (y) => (this.isLog ? Math.log(y) : y);
     const all = this.runs.flatMap((run) => [run.training, run.validation]);
-    const [x0, x1] = view.zoom ?? extent(all.flatMap((rows) => rows[view.axis]), 0.02);
+    const xs = all.flatMap((rows) => rows[view.axis]);
+    const [x0, x1] = view.zoom ?? extent(xs.length ? [0, ...xs] : [], 0.02);
     const inView = this.shown.filter((curve) => curve.style !== "hidden").flatMap(({ xs, ys }) =>
       ys.filter((y, i) => y !== null && xs[i] >= x0 && xs[i] <= x1));
     let [y0, y1] = extent([...(this.zero ? [0] : []), ...inView.map(scaled)], 0.05);
@@ -215,7 +216,8 @@ class Chart {
     const several = this.runs.length > 1 && style === "dots" ? "several" : "";
     parent.append(svg("path",
       { class: `curve ${style} ${several}`, d: path, style: `stroke: ${color}` }));
-    if (style !== "dots") return;
+    // A line of one point, as at a run's start, would not be seen.
+    if (style !== "dots" && ys.filter((y) => y !== null).length !== 1) return;
     const look = several ? `stroke: ${color}; fill: var(--page)` : `fill: ${color}`;
     ys.forEach((y, i) => y !== null && parent.append(
       svg("circle", { cx: this.x(xs[i]), cy: this.y(y), r: 3.5, style: look })));

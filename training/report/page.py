@@ -24,7 +24,7 @@ import numpy as np
 from cli.command import Say
 from cli.files import replace_file
 from cli.options import ConfigError
-from cli.terminal import clock_text
+from cli.terminal import clock_text, counted
 from training.config import OPTIONS, Config
 from training.console import percent, short
 from training.report.history import REPORT, Entry, History
@@ -153,7 +153,7 @@ def about(history: History) -> list[list[str]]:
     """Return what is trained, on what, and where: rows of name and text."""
     config, start = history.config, newest_start(history)
     model, data, machine = config.model, start.get("data", {}), start.get("environment", {})
-    shape = [f"{model.n_layers} layers of width {model.d_model}"]
+    shape = [f"{counted(model.n_layers, 'layer')} of width {model.d_model}"]
     shape.append(f"context {model.context_length:,}")
     text = [str(data.get("source", config.data.source))]
     text.append(f"tokenizer {data.get('tokenizer', config.data.tokenizer)}")
