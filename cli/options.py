@@ -214,7 +214,7 @@ def wrong_types(section: str, config: Any) -> list[str]:
     return found
 
 
-Rule = tuple[str, Callable[[Any], bool]]  # what is allowed, and the test of it
+Rule = tuple[str, Callable[[Any], object]]  # what is allowed, and the test of it
 
 ABOVE_0: Rule = ("above 0", lambda value: value > 0)
 AT_LEAST_0: Rule = ("at least 0", lambda value: value >= 0)

@@ -91,6 +91,12 @@ class DataConfig:
     prepared_dir: Annotated[str, "folder for prepared data; default: data/prepared", "free"] = ""
 
     @property
+    def micro_batch_size(self) -> int:
+        """The micro-batch of a run that has begun: its default and `auto` have become a number."""
+        assert isinstance(self.micro_batch, int)
+        return self.micro_batch
+
+    @property
     def apart(self) -> bool:
         """Whether rows hold several documents that do not see each other."""
         return self.document_mask or self.format == "chat"

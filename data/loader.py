@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -162,7 +162,7 @@ def prefetch(
     device: torch.device,
     depth: int = 2,
     stop: Callable[[], bool] = lambda: False,
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """Yield the batches of these indices on `device`; a thread reads up to `depth` ahead.
 
     Ends early once `stop()` is true, even while waiting for a batch. An error in the thread is

@@ -90,7 +90,7 @@ def step_windows(config: Config, folder: Path, step: int) -> Iterator[tuple[str,
         windows,
         seed=config.run.seed,
         global_batch=data.global_batch,
-        micro_batch=data.micro_batch,
+        micro_batch=data.micro_batch_size,
     )
     for j in range(loader.micro_batches):
         places = loader.locate((step - 1) * loader.micro_batches + j)

@@ -95,7 +95,8 @@ def main(argv: list[str]) -> int:
         torch.set_num_threads(options.threads)
     device = pick_device(options.device)
     weights = find_weights(Path(run), options.which)
-    config = weights.checkpoint and weights.checkpoint.config()  # None: a Hugging Face folder
+    # None: a Hugging Face folder
+    config = weights.checkpoint.config() if weights.checkpoint is not None else None
     split = None if options.source or options.task else validation_split(weights, config, options)
     model, tokenizer = weights.load(device)
     precision = Precision(getattr(torch, options.dtype), device.type)
@@ -103,7 +104,8 @@ def main(argv: list[str]) -> int:
         with precision.autocast():
             print_answers(options, model, tokenizer)
         return 0
-    if split is not None and options.stride is None and options.context_length is None:
+    as_the_run = options.stride is None and options.context_length is None
+    if split is not None and config is not None and as_the_run:
         found, method = score_split(split, config, model, tokenizer, precision)
     else:
         ids, starts = read_ids(options, tokenizer) if split is None else read_split(split)
@@ -265,6 +267,7 @@ def score_split(
         ranks=Ranks(device=device),
         precision=precision,
     )
+    assert found is not None  # nothing asks it to stop
     kind = config.data.windows + (", documents masked" if config.data.document_mask else "")
     kind = "conversations" if config.data.format == "chat" else kind
     which = f"{len(chosen):,} of {len(split):,} windows of {split.context_length}"

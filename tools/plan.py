@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from cli.command import run_command
 from cli.options import ConfigError, help_text, options_of, parse_options
 from training.choose import load_or_choose
-from training.config import SECTIONS, Config
+from training.config import SECTIONS, Config, with_values
 
 if TYPE_CHECKING:  # torch is imported once the command line is known to be right
     from data.meta import Meta
@@ -95,7 +95,9 @@ def take_options(argv: list[str]) -> tuple[PlanOptions, list[str]]:
         print(help_text(USAGE, {"plan": PlanOptions, **SECTIONS}))
         raise SystemExit(0)
     names = {option.name for option in options_of({"": PlanOptions})}
-    own, rest, words = [], [], list(argv)
+    own: list[str] = []
+    rest: list[str] = []
+    words = list(argv)
     while words:
         word = words.pop(0)
         mine = word.startswith("--") and word[2:].partition("=")[0] in names
@@ -139,7 +141,9 @@ def vocabulary(config: Config) -> tuple[int, Meta | None, str]:
     if name.startswith(("hf:", "run:")):
         from data.tokenizer import ready_tokenizer
 
-        return ready_tokenizer(name).vocab_size, None, ""
+        ready = ready_tokenizer(name)
+        assert ready is not None  # it is not made from the text
+        return ready.vocab_size, None, ""
     size = config.model.vocab_size or 128
     return size, None, f"vocabulary of {size} assumed; the size is known once the data is prepared"
 
@@ -159,7 +163,7 @@ def on_ranks(config: Config, world: int, device: str) -> Config:
     micro = config.data.micro_batch
     if not isinstance(micro, int):
         micro = max(1, config.data.global_batch // world)
-    dtype = config.run.dtype
+    dtype: str = config.run.dtype
     if dtype == "auto" and device == "cuda":
         dtype = "bfloat16"  # the GPU itself may not be here to be asked
     elif dtype == "auto":
@@ -167,12 +171,8 @@ def on_ranks(config: Config, world: int, device: str) -> Config:
     reduction = config.parallel.reduction
     if reduction == "auto":
         reduction = "exact" if device == "cpu" else "fast"
-    return replace(
-        config,
-        data=replace(config.data, micro_batch=micro),
-        run=replace(config.run, dtype=dtype),
-        parallel=replace(config.parallel, reduction=reduction),
-    )
+    values = {"data.micro_batch": micro, "run.dtype": dtype, "parallel.reduction": reduction}
+    return with_values(config, values)
 
 
 # The blocks of the output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +74,7 @@ class Conversation:
         ends = set(found.ids[(found.mask & COUNTS) > 0][-1:].tolist())
         return (*self.tokenizer.stop_ids, *(ends & set(self.tokenizer.special.values())))
 
-    def answer(self, question: str, settings: SamplingConfig) -> Iterator[str]:
+    def answer(self, question: str, settings: SamplingConfig) -> Generator[str]:
         """Yield the answer in pieces. It joins the messages, also if it is closed before its end.
 
         Raises ConfigError, and leaves the messages as they were, if the question does not fit the

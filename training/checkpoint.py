@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -132,7 +132,7 @@ def state_from_json(saved: Any) -> TrainState:
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
-def tensor_pieces(tensors: dict[str, Tensor]) -> Iterator[Piece]:
+def tensor_pieces(tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
     """Yield a safetensors file tensor by tensor; only one is in memory at a time.
 
     The format (github.com/huggingface/safetensors): the length of the header in 8 bytes, the header
@@ -148,7 +148,7 @@ def tensor_pieces(tensors: dict[str, Tensor]) -> Iterator[Piece]:
     yield len(text).to_bytes(8, "little") + text
     for t in tensors.values():
         plain = t.detach().cpu().contiguous().reshape(-1)
-        yield memoryview(plain.view(torch.uint8).numpy())
+        yield plain.view(torch.uint8).numpy().data
 
 
 def write_manifest(folder: Path, step: int, about: dict[str, Any], files: dict[str, Entry]) -> None:
@@ -385,7 +385,7 @@ class Checkpoints:
     def save(
         self,
         state: TrainState,
-        model: dict[str, Tensor],
+        model: Mapping[str, Tensor],
         optim: dict[str, Tensor],
         run_json: str,
         tokenizer: dict[str, bytes],

@@ -145,8 +145,8 @@ def this_machine(device: str) -> Machine:
     found = pick_device(device)
     if found.type == "cuda":
         peak = peak_flops(found, torch.bfloat16) or 1e14
-        memory = torch.cuda.get_device_properties(found).total_memory
-        return Machine(torch.cuda.get_device_name(found), 0.3 * peak, 3e-3, memory, is_gpu=True)
+        all_of_it = torch.cuda.get_device_properties(found).total_memory
+        return Machine(torch.cuda.get_device_name(found), 0.3 * peak, 3e-3, all_of_it, is_gpu=True)
     memory = available_bytes()
     if found.type == "mps":
         return Machine("an Apple GPU", 1e12, 3e-3, memory, is_gpu=True)

@@ -30,6 +30,7 @@ from cli.options import (
     FRACTION,
     SEED,
     ConfigError,
+    Rule,
     conform,
     exit_for_help,
     in_short,
@@ -182,7 +183,7 @@ class RunConfig:
     patience: Annotated[int, "stop after N evaluations without improvement; 0: never", "longer"] = 0
 
     def problems(self) -> list[str]:
-        rules = {
+        rules: dict[str, Rule] = {
             "max_steps eval_interval checkpoint_interval": AT_LEAST_1,
             "keep_checkpoints": AT_LEAST_2,
             "eval_windows patience lora_rank": AT_LEAST_0,
@@ -294,7 +295,7 @@ def differences(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
 def _conformed(config: Config) -> tuple[Config, list[str]]:
     """Return the config with its values as their declared types (1 as 1.0), and all problems."""
     values, wrong_types = _conform_all(values_of(config))
-    problems = []
+    problems: list[str] = []
     for name, section in sections_of(config):
         in_section = [text for full_name, text in wrong_types if full_name.startswith(f"{name}.")]
         problems += in_section or section.problems()

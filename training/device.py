@@ -7,6 +7,7 @@ import platform
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -173,7 +174,10 @@ def pick_dtype(asked: str, device: torch.device, width: int) -> tuple[str, str]:
     return "float32", "nothing faster on this hardware"
 
 
-def pick_attention(asked: str, device: torch.device) -> str:
+Attention = Literal["reference", "tiled", "sdpa"]
+
+
+def pick_attention(asked: Attention | Literal["auto"], device: torch.device) -> Attention:
     """Choose the attention backend.
 
     On Apple GPUs the fused kernel has been silently wrong (non-contiguous and half-precision

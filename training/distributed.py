@@ -100,6 +100,11 @@ class Ranks:
     _meetings: int = 0
 
     @property
+    def _store(self) -> dist.Store:
+        assert self.store is not None  # a single process never communicates
+        return self.store
+
+    @property
     def first(self) -> bool:
         """Whether this is rank 0, which alone writes files and prints."""
         return self.rank == 0
@@ -151,14 +156,14 @@ class Ranks:
             if self.first:
                 try:
                     answer = {"result": make()}
-                    self.store.set(key, json.dumps(answer))
+                    self._store.set(key, json.dumps(answer))
                 except BaseException as error:
                     with contextlib.suppress(dist.DistError):  # without a store nobody listens
-                        self.store.set(key, json.dumps({"exit_code": _exit_code(error)}))
+                        self._store.set(key, json.dumps({"exit_code": _exit_code(error)}))
                     raise
             else:
                 self._poll({0: key}, what)
-                answer = json.loads(self._ask(lambda: self.store.get(key), self.timeout))
+                answer = json.loads(self._ask(lambda: self._store.get(key), self.timeout))
                 if "exit_code" in answer:
                     raise SystemExit(answer["exit_code"])
             return answer["result"]
@@ -169,7 +174,7 @@ class Ranks:
             return
         key = self._new_key()
         with self.waiting(what):
-            self.store.set(f"{key}/{self.rank}", "here")
+            self._store.set(f"{key}/{self.rank}", "here")
         self._poll({rank: f"{key}/{rank}" for rank in range(self.world)}, what)
 
     def _new_key(self) -> str:
@@ -182,8 +187,8 @@ class Ranks:
         pause = 0.001  # most waits are short
 
         def look() -> dict[int, int | None]:
-            missing = [rank for rank, key in keys.items() if not self.store.check([key])]
-            gone = [rank for rank in missing if self.store.check([f"gone/{rank}"])]
+            missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+            gone = [rank for rank in missing if self._store.check([f"gone/{rank}"])]
             return {rank: None if rank in gone else self._beats(rank) for rank in missing}
 
         with self.waiting(what):
@@ -220,7 +225,7 @@ class Ranks:
         return answer
 
     def _beats(self, rank: int) -> int:
-        return self.store.add(f"alive/{rank}", 0)
+        return self._store.add(f"alive/{rank}", 0)
 
     # Through gloo or nccl: waits for `timeout` seconds
 
@@ -251,7 +256,7 @@ class Ranks:
             return
         digest = hashlib.sha256()
         for tensor in tensors:
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).clone()
         for rank, other in enumerate(self.gather(own, f"comparing the {what}")):
             if not torch.equal(other, own):
@@ -292,12 +297,12 @@ class Ranks:
         """Return the ranks without a heartbeat that have not given up waiting themselves."""
 
         def look() -> list[int]:
-            self.store.set(f"gave-up/{self.rank}", "1")
+            self._store.set(f"gave-up/{self.rank}", "1")
             others = [rank for rank in range(self.world) if rank != self.rank]
             before = {rank: self._beats(rank) for rank in others}
             time.sleep(SILENCE_SECONDS)
             silent = [rank for rank in others if self._beats(rank) == before[rank]]
-            return [rank for rank in silent if not self.store.check([f"gave-up/{rank}"])]
+            return [rank for rank in silent if not self._store.check([f"gave-up/{rank}"])]
 
         try:
             return self._ask(look, 2 * SILENCE_SECONDS)
@@ -314,7 +319,7 @@ class Ranks:
             self.pulse.stop()
         if self.store is not None and failed:
             with contextlib.suppress(RuntimeError):  # the store's host is gone: nobody waits
-                self._ask(lambda: self.store.set(f"gone/{self.rank}", "1"), SILENCE_SECONDS)
+                self._ask(lambda: self._store.set(f"gone/{self.rank}", "1"), SILENCE_SECONDS)
         if self.store is None or not dist.is_initialized():
             return
         if not (failed and dist.get_backend() == "nccl"):

@@ -50,7 +50,7 @@ def choose_windows(n_windows: int, wanted: int) -> list[int]:
 
 def windows_at_once(config: Config) -> int:
     """Number of windows per forward: the micro-batch, which fits; on a CPU at least CPU_TOKENS."""
-    trained = config.data.micro_batch
+    trained = config.data.micro_batch_size
     if config.run.device != "cpu":
         return trained
     return max(trained, CPU_TOKENS // config.model.context_length)
@@ -92,7 +92,7 @@ def evaluate(
         model.train(training)
     ranks.apart = True  # rank 0 alone may have had a block in the last round
     if ranks.world > 1:  # every row is filled by one rank and 0 on the others: the sum is exact
-        sums = sum(ranks.gather(sums, "evaluation"))
+        sums = sum(ranks.gather(sums, "evaluation"), torch.zeros_like(sums))
     loss, tokens, n_bytes = (math.fsum(column) for column in sums.T.tolist())
     return Evaluation(loss / max(1.0, tokens), int(tokens), int(n_bytes))
 

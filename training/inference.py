@@ -108,9 +108,10 @@ def continuations(
     the model does not know.
     """
     vocab_size, context = model.config.vocab_size, model.config.context_length
-    as_ids = not isinstance(prompt, str)
-    given = (prompt, [], 0) if as_ids else prompt_ids(tokenizer, prompt, vocab_size, special)
-    ids, first_ids, skip = given
+    if isinstance(prompt, str):
+        ids, first_ids, skip = prompt_ids(tokenizer, prompt, vocab_size, special)
+    else:
+        ids, first_ids, skip = prompt, [], 0
     if len(ids) > context:
         say(f"note: the prompt has {len(ids)} tokens; the model sees only the last {context}")
     device = next(model.parameters()).device

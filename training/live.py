@@ -23,11 +23,18 @@ class LivePage:
         folder = folder.resolve()
         options = ["--serve", "--until_eof=true", f"--show={folder.name}"]
         argv = [sys.executable, "-m", "tools.report", str(folder.parent), *options]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         line = b""
         try:
             # In a session of its own, Ctrl-C leaves it alone: it shows the end of the run, too.
-            self.process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, **pipes)
+            self.process = subprocess.Popen(
+                argv,
+                cwd=ROOT,
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            assert self.process.stdout is not None
             line = self.process.stdout.readline()
         except OSError as error:
             line = str(error).encode()
@@ -38,5 +45,6 @@ class LivePage:
     def close(self) -> None:
         """Tell the server that the run has ended. It shows the end and ends by itself."""
         with contextlib.suppress(OSError, AttributeError):
-            self.process.stdin.close()
-            self.process.stdout.close()
+            for pipe in (self.process.stdin, self.process.stdout):
+                if pipe is not None:
+                    pipe.close()

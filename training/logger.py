@@ -42,7 +42,11 @@ class RunLogger:
     def event(self, step: int, **values: Any) -> dict[str, Any]:
         """Write a line of metrics.jsonl and return it. None is left out; inf and nan become null,
         which JSON lacks."""
-        entry = {"step": step, "attempt": self.attempt, "time": round(time.time(), 3)}
+        entry: dict[str, Any] = {
+            "step": step,
+            "attempt": self.attempt,
+            "time": round(time.time(), 3),
+        }
         for name, value in values.items():
             if value is not None:
                 bad = isinstance(value, float) and not math.isfinite(value)
@@ -65,7 +69,7 @@ class RunLogger:
             import wandb
 
             self.samples.append([step, prompt, text])
-            columns = ["step", "prompt", "sample"]
+            columns: list[str | int] = ["step", "prompt", "sample"]
             return {"samples": wandb.Table(columns=columns, data=self.samples)}
 
         self._to_wandb(table, step)

@@ -16,18 +16,18 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cli.limits import cgroup_memory_left
-from model.config import ModelConfig
+from model.config import ModelConfig, ResolvedConfig
 from model.gpt import GPT
 from model.layers import RMSNorm
 from model.loss import CHUNK_TOKENS, LARGE_VOCAB
-from training.config import Config, RunConfig
+from training.config import Config, RunConfig, with_values
 from training.device import Precision, pick_attention
 from training.distributed import Ranks
 from training.network import new_network
@@ -65,8 +65,8 @@ def estimate_memory(
     tests/test_plan.py compares the result with autograd's count and with the peak of real runs. On
     a GPU the driver's context (about 0.5 GB) comes on top.
     """
-    c, run, dtype = config.model, _network_options(config, device), config.run.dtype
-    tokens = config.data.micro_batch * c.context_length
+    c, run, dtype = config.model.resolved(), _network_options(config, device), config.run.dtype
+    tokens = config.data.micro_batch_size * c.context_length
     heap = HEAP if device == "cpu" else 1.0
     activations = round(heap * activation_bytes(config, device, model))
     if model is None:
@@ -81,7 +81,7 @@ def estimate_memory(
     matrices = sum(count * math.prod(shape) for shape, count in shapes.items())
     optimizer = 2 * one - (FLOAT * matrices if muon else 0)  # Muon keeps one slot
     exact = config.parallel.reduction == "exact"
-    M = config.data.global_batch // config.data.micro_batch // world
+    M = config.data.global_batch // config.data.micro_batch_size // world
     # Gradients that exist while the last one is computed. `fast` adds in place.
     sums = one * (partial_sums(M) if exact else int(M > 1))
     exchange = 2 * one if exact and world > 1 else 0  # what is sent and received
@@ -114,7 +114,7 @@ def activation_bytes(config: Config, device: str = "cpu", model: GPT | None = No
     One window is counted, and two: the difference is what each further window adds. The rest (the
     narrow copies of the weights that autocast makes) is there once.
     """
-    n, documents = config.data.micro_batch, config.data.apart
+    n, documents = config.data.micro_batch_size, config.data.apart
     dtype = getattr(torch, config.run.dtype)
     if model is None:
         run = _network_options(config, device)
@@ -216,7 +216,7 @@ def _use_gpu_stand_ins(model: GPT, attention: str) -> None:
 
 
 def logits_bytes(
-    c: ModelConfig, tokens: int, dtype: str, device: str = "cpu", trains_head: bool = True
+    c: ResolvedConfig, tokens: int, dtype: str, device: str = "cpu", trains_head: bool = True
 ) -> int:
     """Return the bytes that the loss holds when backward begins.
 
@@ -287,11 +287,8 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 def fits_cpu(config: Config, size: int, ranks: Ranks, free: float) -> bool:
     """Return whether the estimate for `size` is within this rank's share of the free memory."""
-    sized = replace(
-        config,
-        data=replace(config.data, micro_batch=size),
-        parallel=replace(config.parallel, reduction=reduction_at(config, size, ranks)),
-    )
+    reduction = reduction_at(config, size, ranks)
+    sized = with_values(config, {"data.micro_batch": size, "parallel.reduction": reduction})
     need = estimate_memory(sized, ranks.world, "cpu").peak
     return need * ranks.local_world <= CPU_SHARE * free
 

@@ -49,12 +49,12 @@ def introduce(
         )
     validation = f"{data.val.n_tokens:,} for validation" if data.val else "no validation"
     console.say(f"data: {source}, {data.train.n_tokens:,} tokens for training, {validation}")
-    count, epochs = counted(length, "step"), f"{length * n / len(data.train):.2f} epochs, "
+    steps, epochs = counted(length, "step"), f"{length * n / len(data.train):.2f} epochs, "
     if length == UNKNOWN_STEPS:
-        count, epochs = f"{config.run.time_budget} in steps", ""
+        steps, epochs = f"{config.run.time_budget} in steps", ""
     split = f", {counted(setup.n_micro, 'micro-batch', 'micro-batches')}" * (setup.n_micro > 1)
     optimizer = "adamw" if config.run.lora_rank else config.optim.optimizer
-    what = f"{count} of {n * T:,} tokens ({n} x {T}{split})"
+    what = f"{steps} of {n * T:,} tokens ({n} x {T}{split})"
     console.say(f"training: {what}, {epochs}{optimizer}")
     console.say(f"estimate: {estimated_time(setup, state, peak)}, {estimated_memory(setup)}")
     console.say(f"folder: {config.run.out_dir}")

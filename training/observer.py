@@ -57,8 +57,11 @@ class Observer:
         argv: the command as typed.
         """
         if self.config.log.wandb:
-            parts = vars(self.config).items()
-            sections = {name: asdict(section) for name, section in parts if is_dataclass(section)}
+            sections = {
+                name: asdict(section)
+                for name, section in vars(self.config).items()
+                if is_dataclass(section) and not isinstance(section, type)
+            }
             wandb_id = self.logger.start_wandb(self.config.log.project, sections, wandb_id)
         if self.config.log.live:
             self.live = LivePage(self.folder, self.console.print)
@@ -83,13 +86,14 @@ class Observer:
     def log_step(self, step: int, **values: float | None) -> None:
         """Log and show the figures of a step."""
         self._log(step, **values)
-        loss, per_token = values["loss"], self.bytes_per_token
+        loss, speed, per_token = values["loss"], values["tokens_per_second"], self.bytes_per_token
+        assert loss is not None and speed is not None
         interval = self.config.run.eval_interval
         next_evaluation = min(self.console.max_steps, (step // interval + 1) * interval)
         self.console.progress(
             step,
             loss,
-            values["tokens_per_second"],
+            speed,
             values["mfu"],
             bits_per_byte=loss / math.log(2) / per_token if per_token else None,
             next_evaluation=next_evaluation if self.data.val else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class Muon:
                 self._step_matrices(matrices, group)
 
     def _step_matrices(self, params: list[Tensor], group: Group) -> None:
-        grads = [p.grad for p in params]
+        grads = [p.grad for p in params if p.grad is not None]  # all of them
         averages = [self.state[p]["momentum"] for p in params]
         torch._foreach_lerp_(averages, grads, 1 - group["momentum"])
         ahead = torch._foreach_lerp(grads, averages, group["momentum"])  # Nesterov
@@ -268,7 +269,7 @@ class Optimizers:
             value.copy_(tensors[name])
 
 
-def group_names(parameters: dict[str, Tensor], muon: bool) -> dict[str, list[str]]:
+def group_names(parameters: Mapping[str, Tensor], muon: bool) -> dict[str, list[str]]:
     """Sort parameter names into {"muon": ..., "decay": ..., "no_decay": ...}, each name once.
 
     Weight decay is for matrices: pulled towards 0, a product merely starts small. A norm's scale

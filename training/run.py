@@ -118,7 +118,7 @@ def make_loader(config: Config, data: Data) -> BatchLoader:
         data.train,
         seed=config.run.seed,
         global_batch=config.data.global_batch,
-        micro_batch=config.data.micro_batch,
+        micro_batch=config.data.micro_batch_size,
     )
 
 

@@ -6,7 +6,9 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 # HUP: the terminal or connection was closed. USR1, USR2, XCPU: sent by batch systems before the
 # time limit. QUIT (Ctrl-\) keeps its default, which ends the process at once and damages nothing.
@@ -24,7 +26,7 @@ class Interrupts:
         self.signal: int | None = None
         self.agreed = False  # all ranks know that one of them was asked to stop
         self.announce = announce  # tell the terminal that Ctrl-C was received
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     @property
     def asked(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +35,7 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, console: Console) -> 
             )
         console.say(f"vocabulary: {new} new ids for the chat tokens, each the mean of the others")
         config = with_values(config, {"model.vocab_size": vocab_size})
-    if config.run.init_from and config.model.vocab_size < vocab_size:
+    elif config.run.init_from and new > 0:
         raise ConfigError(
             f"data.tokenizer={config.data.tokenizer}: has {vocab_size} ids, but the weights in "
             f"{config.run.init_from} have {config.model.vocab_size}; remove --tokenizer to use "
@@ -73,6 +74,7 @@ def resolve(config: Config, ranks: Ranks, vocab_size: int, console: Console) -> 
 
 def prepare_process(config: Config) -> None:
     """Set threads, memory and determinism for the process, before anything is computed."""
+    assert config.run.threads is not None  # see resolve
     torch.set_num_threads(config.run.threads)
     if config.run.device == "cpu":
         keep_freed_memory()
@@ -101,7 +103,7 @@ def build_setup(config: Config, model: GPT, ranks: Ranks, console: Console) -> S
     return setup
 
 
-def _without_buffers() -> dict[str, bool]:
+def _without_buffers() -> dict[str, Any]:
     """Return DDP's option not to send buffers, which never change here; torch 2.13 renamed it."""
     known = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -115,7 +117,7 @@ def _compile(setup: Setup, console: Console) -> None:
     one: evaluation and samples are not compiled, so nothing can fail to compile in mid-run.
     """
     model, config = setup.model, setup.config
-    shape = config.data.micro_batch, config.model.context_length
+    shape = config.data.micro_batch_size, config.model.context_length
     parts = 2 + config.data.apart
     batch = torch.zeros((parts, *shape), dtype=torch.int64, device=setup.ranks.device)
     model.compile()  # in place: the names of the tensors stay as they are

@@ -64,7 +64,7 @@ class Setup:
     @property
     def n_micro(self) -> int:
         """M, micro-batches per step over all ranks."""
-        return self.config.data.global_batch // self.config.data.micro_batch
+        return self.config.data.global_batch // self.config.data.micro_batch_size
 
     @property
     def local_micro(self) -> range:
@@ -93,12 +93,14 @@ def train_step(
     reduce = _exact_gradient if exact else _fast_gradient
     loss = reduce(setup, batches, step, divisor) / divisor
 
-    setup.scaler.unscale_(setup.optimizers)
+    # Optimizers has what GradScaler uses of an Optimizer.
+    setup.scaler.unscale_(setup.optimizers)  # type: ignore[arg-type]
     parameters = [p for p in setup.model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads)
     grad_norm = float(norm)
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
-    if not finite and not _can_skip(setup, parameters):
+    if not finite and not _can_skip(setup, grads):
         setup.optimizers.zero_grad()
         raise NonFinite(
             f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; no weight was changed"
@@ -109,7 +111,8 @@ def train_step(
         torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
 
     setup.updating = True
-    setup.scaler.step(setup.optimizers)  # float16: does nothing if a gradient has overflowed
+    # With float16 this does nothing if a gradient has overflowed.
+    setup.scaler.step(setup.optimizers)  # type: ignore[arg-type]
     setup.scaler.update()
     setup.updating = False
     setup.optimizers.zero_grad()
@@ -121,7 +124,7 @@ def count_targets(batches: Sequence[Batch]) -> int:
     return int(sum((batch[1] != IGNORE_INDEX).sum() for batch in batches))  # a GPU waits once
 
 
-def _can_skip(setup: Setup, parameters: list[Tensor]) -> bool:
+def _can_skip(setup: Setup, grads: list[Tensor]) -> bool:
     """Whether GradScaler will skip this step by itself, and a smaller scale may still help.
 
     float16 ends at 65,504. The loss is multiplied by a large factor so that small gradients do not
@@ -129,7 +132,7 @@ def _can_skip(setup: Setup, parameters: list[Tensor]) -> bool:
     """
     if not setup.scaler.is_enabled() or setup.scaler.get_scale() <= SMALLEST_SCALE:
         return False
-    return not all(bool(torch.isfinite(p.grad).all()) for p in parameters)
+    return not all(bool(torch.isfinite(grad).all()) for grad in grads)
 
 
 # Gradient of a step

@@ -19,7 +19,7 @@ from torch import Tensor
 from cli.options import ConfigError
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import huggingface, peft
-from model.config import ModelConfig
+from model.config import ResolvedConfig
 from model.gpt import GPT, with_new_ids
 from model.lora import ADAPTERS, merged
 from training.checkpoint import (
@@ -40,7 +40,7 @@ class Weights:
     name: str  # as given
     path: Path
     origin: str  # "step 600", "Hugging Face"
-    config: ModelConfig  # resolved
+    config: ResolvedConfig
     tokenizer: Path  # folder
     tensors: Callable[[], dict[str, Tensor]]
     checkpoint: Checkpoint | None  # None: not a run of ours
@@ -117,23 +117,24 @@ def find_weights(name: str | Path, which: str = "") -> Weights:
     if huggingface.is_folder(path) and not (path / MANIFEST).is_file():
         if which:
             raise ConfigError(f"which={which}: {path} is a Hugging Face folder, it has no steps")
-        config = huggingface.read_config(path)
-        tensors = partial(huggingface.read_tensors, path, config)
-        return Weights(str(name), path, "Hugging Face", config, path, tensors, None)
+        shape = huggingface.read_config(path)
+        read = partial(huggingface.read_tensors, path, shape)
+        return Weights(str(name), path, "Hugging Face", shape, path, read, None)
     is_run = (path / MANIFEST).is_file() or (path / "checkpoints").is_dir()
     if not is_run and peft.is_adapter(path):
         return _find_adapter(str(name), path)
     if not is_run and (other := huggingface.conversion(path)):
         raise ConfigError(f"{path}: {other}")
     found = find_checkpoint(path, which)
-    config, tensors = found.config(), found.model_tensors
+    config = found.config()
+    tensors: Callable[[], dict[str, Tensor]] = found.model_tensors
     if config.run.lora_rank:
         tensors = partial(_merge_run, found, config)
     return Weights(
         str(name),
         found.path,
         f"step {found.state.step}",
-        config.model,
+        config.model.resolved(),
         found.path / "tokenizer",
         tensors,
         found,

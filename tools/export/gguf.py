@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from cli.options import ConfigError
 from data.tokenizer import LLAMA_PATTERN, Tokenizer
-from model.config import ModelConfig
+from model.config import ResolvedConfig
 from model.gpt import GPT
 from model.huggingface import FAMILIES, family_of, their_names
 from model.rope import rope_frequencies
@@ -98,7 +99,7 @@ def export_gguf(model: GPT, tokenizer: Tokenizer, folder: Path, dtype: str) -> l
     return [*notes, f"{FILE}: {how}; read back: {line}"]
 
 
-def _unsupported(config: ModelConfig, family: str) -> list[str]:
+def _unsupported(config: ResolvedConfig, family: str) -> list[str]:
     """Return what llama.cpp's class of this family does not compute."""
     ways = "export it with --format=hf, onnx, torchscript or torch_export"
     if family not in ARCHITECTURES:
@@ -113,7 +114,7 @@ def _unsupported(config: ModelConfig, family: str) -> list[str]:
     return found
 
 
-def _add_model(writer: Any, config: ModelConfig, family: str) -> None:
+def _add_model(writer: Any, config: ResolvedConfig, family: str) -> None:
     """Add the sizes of the model."""
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.d_model)
@@ -147,13 +148,13 @@ def tensors_of(model: GPT, family: str) -> dict[str, Tensor]:
         rows = [pair_neighbors(ours[name].detach(), name, config, family) for name in parts]
         found[f"{names.get_name(stem)}.{kind}"] = torch.cat(rows).contiguous()
     if config.rope_scaling != "none":  # llama.cpp divides each plane's frequency by its number
-        plain = rope_frequencies(ModelConfig(d_head=config.d_head, rope_theta=config.rope_theta))
+        plain = rope_frequencies(replace(config, rope_scaling="none"))
         found["rope_freqs.weight"] = (plain / rope_frequencies(config)).float()
     return found
 
 
 def pair_neighbors(
-    tensor: Tensor, name: str, config: ModelConfig, family: str, back: bool = False
+    tensor: Tensor, name: str, config: ResolvedConfig, family: str, back: bool = False
 ) -> Tensor:
     """Reorder the rows of queries and keys: RoPE's planes from halves to neighbors."""
     if family not in NEIGHBORS or ".q_proj." not in name and ".k_proj." not in name:
@@ -200,7 +201,7 @@ class Vocabulary(NamedTuple):
     merges: list[str]
 
 
-def read_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> tuple[Vocabulary, list[str]]:
+def read_vocabulary(tokenizer: Tokenizer, config: ResolvedConfig) -> tuple[Vocabulary, list[str]]:
     """Return the vocabulary of all the model's ids, and notes on what differs in llama.cpp.
 
     Raises ConfigError naming the tokenizer if GGUF cannot express it.

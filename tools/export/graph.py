@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cli.options import ConfigError
-from model.config import ModelConfig
+from model.config import ModelConfig, ResolvedConfig
 from model.gpt import GPT
 
 # Exporters take sizes 0 and 1 for constants, and equal sizes for the same dimension.
@@ -40,7 +40,8 @@ class _Past:
     """A stateless KV cache for `GPT.forward`: takes the past, collects all keys and values."""
 
     def __init__(self, past: Sequence[Tensor]) -> None:
-        self.past, self.present = past, []
+        self.past = past
+        self.present: list[Tensor] = []
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         k = torch.cat((self.past[2 * layer], k), dim=2)
@@ -75,7 +76,7 @@ class GraphGPT(nn.Module):
 # Inputs and outputs
 
 
-def empty_past(config: ModelConfig, B: int, P: int = 0) -> list[Tensor]:
+def empty_past(config: ResolvedConfig, B: int, P: int = 0) -> list[Tensor]:
     """Return keys and values of P positions, all zero, as the graph takes them."""
     shape = (B, config.n_kv_heads, P, config.d_head)
     return [torch.zeros(shape) for _ in range(2 * config.n_layers)]
@@ -86,7 +87,7 @@ def cache_names(config: ModelConfig, stem: str) -> list[str]:
     return [f"{stem}.{i}.{kind}" for i in range(config.n_layers) for kind in ("key", "value")]
 
 
-def example_inputs(config: ModelConfig) -> tuple[Tensor, ...]:
+def example_inputs(config: ResolvedConfig) -> tuple[Tensor, ...]:
     """Return inputs to trace the graph with. Raises ConfigError if the context is too short."""
     shortest = EXAMPLE_T + EXAMPLE_P
     if config.context_length < shortest:
@@ -151,7 +152,7 @@ def compare(logits_of: Callable[[Case], Tensor], cases: Sequence[Case], limit: f
     return f"{found} at batch x length x past {', '.join(shapes)}"
 
 
-def compare_graph(run: Run, cases: Sequence[Case], config: ModelConfig, limit: float) -> str:
+def compare_graph(run: Run, cases: Sequence[Case], config: ResolvedConfig, limit: float) -> str:
     """Compare an exported graph, with each past computed by the graph itself."""
 
     def logits_of(case: Case) -> Tensor:

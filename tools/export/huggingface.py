@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +110,9 @@ def _check_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
 def _check_model(model: GPT, folder: Path, architecture: str) -> str:
     from transformers import AutoModelForCausalLM
 
-    loaded, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any  # the types of from_pretrained leave output_loading_info out
+    report: dict[str, list[str]]
+    loaded, report = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
         folder, dtype=torch.float32, output_loading_info=True
     )
     loaded.eval()

@@ -112,12 +112,13 @@ def _verify(tokenizer: Tokenizer, content: str) -> str:
 def _named(content: str, config: dict[str, Any]) -> dict[str, int]:
     from tokenizers import Tokenizer as Loaded
 
-    loaded, found = Loaded.from_str(content), {}
+    loaded = Loaded.from_str(content)
+    found: dict[str, int] = {}
     for role in ("bos_token", "pad_token"):
         token = config.get(role)
         token = token.get("content") if isinstance(token, dict) else token
-        if token and loaded.token_to_id(token) is not None:
-            found[role] = loaded.token_to_id(token)
+        if token and (known := loaded.token_to_id(token)) is not None:
+            found[role] = known
     return found
 
 

@@ -21,6 +21,8 @@ from cli.web import address_of, make_server, open_listener, port_problems, requi
 from tools.report.address import kept_secret, open_near
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from training.report.history import History
 
 USAGE = "python -m tools.report RUN|FOLDER ... [--out=FILE] or FOLDER --serve, such as: ... out"
@@ -115,7 +117,7 @@ def serve(paths: Sequence[Path], options: ReportOptions) -> int:
     return 0
 
 
-def end_with_stdin(server: object) -> None:
+def end_with_stdin(server: uvicorn.Server) -> None:
     """Ask the server to end once the process at the other end of stdin has closed it or ended."""
     while sys.stdin.buffer.read(1 << 16):
         pass

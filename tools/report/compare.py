@@ -46,12 +46,12 @@ def run_table(histories: Sequence[History]) -> dict[str, Any]:
     if tokenizers_differ(histories):
         first.reverse()
     names = [*first, "step", "training loss", "tokens/s", "MFU", "time", "tokens", "last entry"]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for history in histories:
         best, last = history.best or {}, history.training.last or {}
         (loss, bits, _, training, speed, mfu, seconds, tokens) = headlines(history).values()
         step, newest = history.last_step, history.last_time
-        cells = {
+        cells: dict[str, list[Any]] = {
             "validation loss": [loss, best.get("val_loss")],
             "bits per byte": [bits, best.get("bits_per_byte")],
             "step": [f"{step:,} of {history.max_steps:,}", step],
@@ -62,10 +62,10 @@ def run_table(histories: Sequence[History]) -> dict[str, Any]:
             "tokens": [tokens, last.get("tokens", 0)],
             "last entry": [minute_text(newest)[5:] if newest else "-", newest],  # without year
         }
-        cells = [cells[name] for name in names]
-        rows.append({"name": history.name, "state": history.state, "cells": cells})
-    last = (True, 0.0)  # a run without an evaluation
-    rows.sort(key=lambda row: last if (v := row["cells"][0][1]) is None else (False, v))
+        in_order = [cells[name] for name in names]
+        rows.append({"name": history.name, "state": history.state, "cells": in_order})
+    end = (True, 0.0)  # a run without an evaluation
+    rows.sort(key=lambda row: end if (v := row["cells"][0][1]) is None else (False, v))
     return {"columns": names, "rows": rows}
 
 
