@@ -1,12 +1,13 @@
 """Norms and MLPs.
 
-To add one: write the class, put it into the dict at the end of this file (an MLP's class into the
-dict's type, too), and add its name to the choices in ModelConfig. An MLP is (B, T, C) -> (B, T, C);
-its last projection is `down_proj`, which starts at 0, and `gated` says whether two projections are
-multiplied, see ModelConfig.resolved.
+To add one: write the class, put it into the dict at the end of this file, and add its name to the
+choices in ModelConfig. An MLP is (B, T, C) -> (B, T, C); its last projection is `down_proj`, which
+starts at 0, and `gated` says whether two projections are multiplied, see ModelConfig.resolved.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +108,17 @@ class ReLU2(nn.Module):
 
 
 NORMS = {"rms": RMSNorm, "layer": LayerNorm}
-MLPS: dict[str, type[SwiGLU | GELU | ReLU2]] = {
+
+
+class MLP(Protocol):
+    """A class of MLPs, (B, T, C) -> (B, T, C)."""
+
+    gated: bool  # has a second projection, which multiplies the first
+
+    def __call__(self, d_model: int, d_mlp: int, bias: bool) -> nn.Module: ...
+
+
+MLPS: dict[str, MLP] = {
     "swiglu": SwiGLU,
     "gelu": GELU,
     "gelu_erf": GELUErf,
