@@ -158,7 +158,8 @@ def test_one_bad_number_among_many_is_seen(value):
     assert not all_finite([torch.zeros(3), numbers])
 
 
-def test_which_checkpoint_of_a_run(save, tmp_path):
+def test_which_checkpoint_of_a_run(save, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # runs in out/ here are no concern of this test
     checkpoints = save(1, 2, 3)
     run = checkpoints.folder.parent
     assert find_checkpoint(run).state.step == 3
