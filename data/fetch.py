@@ -41,13 +41,13 @@ TEXTS = {
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """Where to get the text."""
+    """Options of `python -m data.fetch`."""
 
     source: Annotated[str, "another address (http, https), or a file, with the same text"] = ""
 
 
 def command_for(path: str) -> str:
-    """Return the command that downloads or makes this file; "" if there is none."""
+    """Return the command that downloads or makes this file, or "" for any other file."""
     if path in ("data/tasks.jsonl", "data/tasks_validation.jsonl"):
         return "python -m tools.tasks"
     names = [name for name, text in TEXTS.items() if Path(text.path) == Path(path)]

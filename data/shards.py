@@ -108,7 +108,7 @@ class Windows:
 
     @property
     def too_long(self) -> str:
-        """What happened to conversations that are longer than the context; "" if all fit."""
+        """A report of the conversations that were cut or left out as too long; "" if all fit."""
         parts = [part for part in self.parts if isinstance(part, ChatWindows)]
         total, cut = sum(p.n_documents for p in parts), sum(p.n_cut for p in parts)
         left_out = sum(p.n_left_out for p in parts)

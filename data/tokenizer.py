@@ -49,7 +49,7 @@ class Tokenizer:
     ends: the ids that end a sample, if there are others than eot.
     encode_special: text -> a `tokenizers.Encoding` (ids, offsets) with special tokens recognized,
         unless splitting at them is enough.
-    chat_template: renders conversations, see data/chat.py; Jinja, empty if there is none.
+    chat_template: Jinja source that renders conversations (data/chat.py); "" without one.
     spells: False if ids do not stand for bytes of text.
     lossy: True if decoding may give another text.
     """

@@ -59,7 +59,7 @@ PLAIN = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the merge needs from adapter_config.json."""
+    """The fields of adapter_config.json that merging needs."""
 
     base: str  # a folder, or OWNER/NAME on the Hugging Face Hub
     scale: float  # of B A
@@ -160,7 +160,7 @@ def write_adapters(
 
 
 def _modules(config: ResolvedConfig) -> dict[str, list[str]]:
-    """Return {their linear layer: the modules of ours that lie in it} of the model's blocks."""
+    """Map each linear layer of their blocks to those of our modules that it contains."""
     weights = [name for name in parameter_names(config) if name.endswith("_proj.weight")]
     names = their_names(weights, FAMILIES[family_of(config)])
     return {

@@ -146,7 +146,7 @@ def with_template(folder: Path, template: str, in_config: bool = False) -> Token
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_ids_and_mask_are_those_of_transformers(folder, family):
-    """What counts is found without the marks; the marks of transformers are the oracle."""
+    """The mask found without generation marks equals the one that transformers reads from them."""
     from transformers import PreTrainedTokenizerFast
 
     marked = TEMPLATES[family]

@@ -1,4 +1,4 @@
-"""What a run prints: progress, the first and last messages."""
+"""Run output: progress, the first and the last messages."""
 
 from __future__ import annotations
 

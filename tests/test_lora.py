@@ -124,7 +124,7 @@ def test_muon_is_off_for_adapters():
     assert (len(decay["params"]), len(no_decay["params"])) == (28, 0)
 
 
-# What it costs
+# Memory
 
 
 def test_flops_and_memory_done_on_paper():

@@ -1,4 +1,4 @@
-"""What a person sees: commands in terminals of 60 to 200 columns, drawn by an emulator."""
+"""Commands in terminals of 60 to 200 columns, drawn by a terminal emulator."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def train(
     save(setup, data, state, checkpoints, observer)
 
 
-# When
+# Conditions
 
 
 def is_finished(config: Config, state: TrainState) -> bool:
@@ -94,7 +94,7 @@ def log_is_due(config: Config, state: TrainState) -> bool:
     return on_time or evaluation_is_due(config, state)
 
 
-# What
+# Actions
 
 
 @contextlib.contextmanager

@@ -131,7 +131,7 @@ class Folder:
         return page if GENERATOR.encode() in page[:1000] else None
 
 
-# What is sent
+# The messages
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
